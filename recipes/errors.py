@@ -39,7 +39,7 @@ def mark_refusals() -> Iterator[None]:
 @contextmanager
 def one_line_errors(program: str, command: str = "the same command") -> Iterator[None]:
     """Turn user mistakes and what the machine refuses into one line on stderr, exit code 1; 130 when interrupted."""
-    again = f"; finished seeds and checkpoints are kept: run {command} again to go on"
+    again = f"; finished seeds and checkpoints are kept: run {command} again to resume"
     try:
         yield
     except (GraphFilterError, SafetensorError, *NETWORK_ERRORS) as error:

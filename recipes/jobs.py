@@ -70,4 +70,4 @@ def submit(count: int, asked: dict[str, str], argv: list[str], console: Console)
         try:
             tell(console, job.result())
         except FailedJobError as error:
-            raise GraphFilterError(f"job {job.job_id} failed, the others go on: {line(error)}") from error
+            raise GraphFilterError(f"job {job.job_id} failed, the others continue: {line(error)}") from error

@@ -351,7 +351,7 @@ def test_filters_that_pass(entry):
     absent = {"explicit matrix", "formula"} if entry.replaces else set()
     absent |= {"causality", "cached decoding"} if entry.encoders_only else set()
     absent |= set() if entry.config.starts_as_original else {"starts as the original"}
-    absent |= set() if entry.config.module.per_head else {"values a head"}
+    absent |= set() if entry.config.module.per_head else {"values per head"}
     assert {row.check for row in report if row.outcome == "does not apply" and row.detail} == absent
     assert {row.outcome for row in report if row.check not in absent} == {"passed"}
     assert ("is no function of a matrix" in str(report)) == entry.replaces
@@ -509,7 +509,7 @@ BROKEN = [
     (StartsElsewhere, "starts as the original", "right after patching the model is not the original"),
     (OtherOnAMatrix, "explicit matrix", "S through the model's attention and S as a matrix differ"),
     (Coupled, "formula", "forward and formula differ"),
-    (Coupled, "values a head", "half of the values of per_head do not give half of the output"),
+    (Coupled, "values per head", "half of the values of per_head do not give half of the output"),
     (Unused, "gradients", "d gets no gradient"),
     (Detached, "gradients", "RuntimeError|c gets no gradient"),
     (WrongGradient, "finite differences", "its gradients are not those of its output in float64"),

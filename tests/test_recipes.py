@@ -624,7 +624,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(cola, tmp_path, monkeypa
     with pytest.raises(SystemExit) as stopped:
         runs.main(glue.RECIPE, argv("broken"))
     assert stopped.value.code == 130
-    assert "run the same command again to go on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         runs.main(glue.RECIPE, [*argv("broken"), "--learning_rate", "1"])
     assert "other settings (learning_rate differ)" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def check_same(earlier: dict[str, Any], now: dict[str, Any], directory: Path) ->
     if changed := [name for name, value in before.items() if value != now.get(name)]:
         raise GraphFilterError(
             f"{directory} holds the progress of another transfer ({', '.join(changed)} differ): "
-            "use its settings to go on with it, or another directory"
+            "use its settings to resume it, or another directory"
         )
 
 

@@ -74,7 +74,7 @@ def _formula(trial: Trial, family: Family) -> None:
         equal(out, expected, "forward and formula differ")
 
 
-@check("values a head", "encoder")
+@check("values per head", "encoder")
 def _values_a_head(trial: Trial, family: Family) -> None:
     """Check values split by heads, as tensor parallelism splits them."""
     if not trial.config.module.per_head:
@@ -190,7 +190,7 @@ def _half_precision(trial: Trial, family: Family) -> None:
 
     plain, patched = loss(family.build(torch.float32)), loss(trial.patched(family, torch.float32, scale=0.1))
     if not patched < 0.02 + 4 * plain:
-        raise Failed(f"in bfloat16 its output loses {patched:.3f} of 1, the plain model's {plain:.3f}")
+        raise Failed(f"in bfloat16 its output loses {patched:.3f} of 1, the unpatched model's {plain:.3f}")
 
 
 @check("save and load", *PRETRAINED)
