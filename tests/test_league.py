@@ -278,9 +278,7 @@ def test_one_seed_that_diverged_is_never_better(trained):
     found[Run("ptb", "gfsa", 4, 1e-2)]["metrics"]["test/loss"] = float("nan")
     (gfsa,) = standings.comparisons(own, found, stage)
     assert (gfsa.paired.pairs, gfsa.diverged, gfsa.is_significant) == (3, 1, False)
-    assert standings.verdict(own, found).endswith(
-        "None is better. None is worse. Diverged: `gfsa` on ptb, 1 seeds."
-    )
+    assert standings.verdict(own, found).endswith("None is better. None is worse. Diverged: `gfsa` on ptb, 1 seeds.")
 
 
 @pytest.mark.parametrize("diverged", [{"test/loss": math.nan}, {"test/loss": 800.0, "test/perplexity": math.inf}])

@@ -108,7 +108,7 @@ def split_filter_groups(
     if wanted:
         raise GraphFilterError(
             f"{len(wanted)} trained parameters of the graph filter are in no group of {type(optimizer).__name__}: "
-            "patch the model before the optimizer is made, and choose an optim that makes no parameter groups of its own"
+            "patch the model before the optimizer is made, and choose an optim that makes no groups of its own"
         )
     optimizer.param_groups[:] = [*of_weights, *of_filters]
 
