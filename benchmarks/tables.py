@@ -84,6 +84,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks.md": {
         "demo": demo_table,
         "bench": bench_tables,
+        "busy": busy_table,
+        "waiting": waiting_table,
         "gpu": gpu_tables,
         "decoding": decoding_table,
         "overhead": overhead_table,
@@ -92,8 +94,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/filters.md": {
         "menu": lambda: markdown_table(MENU, menu()),
         "steps": menu_steps,
-        "busy": busy_table,
-        "waiting": waiting_table,
     },
     "docs/export.md": {"compiled": compiled_table},
     "docs/any-model.md": {"fast-path": fast_path_table, "any-model": training_table},

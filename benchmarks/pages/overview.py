@@ -51,7 +51,7 @@ def headlines() -> str:
             "GFSA / baseline: training step, CPU, at most 1,024 tokens, not compiled",
             f"**{median(map(over_plain, steps)):.2f}**, median of {len(steps)} shapes; "
             f"**{over_plain(slowest):.2f}** the most of these ({slowest['case'].replace(' x ', 'x')})",
-            "filters.md#beside-other-processes",
+            "benchmarks.md#beside-other-processes",
         ],
         [
             f"the same, on a GPU ({gpu[0]['device'].removeprefix('NVIDIA ')})",
