@@ -1,4 +1,4 @@
-"""Measure a model on long texts, beside its original: ``python benchmarks/long.py MODEL``.
+r"""Measure a model on long texts, beside its original: ``python benchmarks/long.py MODEL``.
 
 MODEL is ``smollm2`` or ``minilm`` (the originals), or the folder of a model, converted or not. --filter patches the
 model first, without training; --load reads the coefficients of a filter file, and --keep chooses key heads that keep
@@ -7,9 +7,9 @@ and the sinks of a replacement filter:
 
     python benchmarks/long.py smollm2
     python benchmarks/long.py smollm2 --filter hedgehog --set window=64 sinks=4 --without far --name smollm2-window-64
-    python benchmarks/long.py smollm2 --filter far_field --set memory=64 --load model_cards/smollm2-far-field-long \\
+    python benchmarks/long.py smollm2 --filter far_field --set memory=64 --load model_cards/smollm2-far-field-long \
         --name smollm2-far-field-memory-64
-    python benchmarks/long.py smollm2 --filter far_field --keep 20% --load model_cards/smollm2-far-field-long \\
+    python benchmarks/long.py smollm2 --filter far_field --keep 20% --load model_cards/smollm2-far-field-long \
         --name smollm2-far-field-keep-20
     python benchmarks/long.py runs/conversion/text-agf/model --name smollm2-text-agf
 

@@ -159,7 +159,7 @@ def vt(draw: Random, count: int) -> Text:
 
 
 def cwe(draw: Random, count: int) -> Text:
-    """Common words: ten words stand in a numbered list up to 30 times, all others a tenth as often."""
+    """Make a task of common words: ten of a numbered list stand there up to 30 times, all others a tenth as often."""
     often = min(30, count * 3 // 40)
     rarely = max(1, often // 10)
     if often <= rarely:
@@ -195,7 +195,7 @@ def fwe(draw: Random, count: int) -> Text:
 
 
 def key_value(draw: Random, count: int) -> Text:
-    """A dictionary of numbers, one of which is asked for."""
+    """Make a task with a dictionary of numbers, one of which is asked for."""
     keys = draw.sample(range(10_000, 100_000), at_least(2, count))
     values = [draw_number(draw, 5) for _ in keys]
     at = draw.randrange(count)

@@ -57,7 +57,7 @@ def gpt2(dropout: bool, device: str, **size: int) -> tuple:
 def narrow(
     dropout: bool, device: str, *, width: int = 32, heads: int = 2, batch: int = 32, tokens: int = 64, **size: int
 ) -> tuple:
-    """The 12 layers of recipes/configs/language_modeling/deep.yaml, and wider ones."""
+    """Return the 12 layers of recipes/configs/language_modeling/deep.yaml, or wider ones."""
     sizes = {"vocab_size": 2048, "n_embd": width, "n_head": heads, "n_positions": tokens, **size}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1 if dropout else 0.0}
     config = GPT2Config(**sizes, **off, activation_function="gelu_pytorch_tanh")

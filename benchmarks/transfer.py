@@ -140,8 +140,10 @@ SINGULAR = {
 
 
 def singular(options: argparse.Namespace) -> None:
-    """Singularformer by rank and window beside AGF, as long as AGF's options were; the best of them longer.
-    Kernelution as long."""
+    """Fit Singularformer by rank and window beside AGF, and Kernelution, all as long as AGF's options were.
+
+    The best of them is fitted longer.
+    """
     table = Table(options, "singular")
     batches = reviews(options, AutoTokenizer.from_pretrained(pretrained_path()))
     fits = [("AGF, correction, window 4", "agf", AGF)]

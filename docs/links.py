@@ -1,5 +1,7 @@
-"""Relative links between the repository's files, made to work elsewhere: on the site (mkdocs calls ``on_...``) and on a
-package index (setup.py calls ``long_description``, so nothing is imported that building a wheel lacks)."""
+"""Relative links between the repository's files, made to work on the site and on a package index.
+
+mkdocs calls ``on_...``. setup.py calls ``long_description``, so nothing is imported that building a wheel lacks.
+"""
 
 import posixpath
 import re
@@ -16,12 +18,12 @@ LINK = re.compile(r"```.*?```|`[^`\n]*`|(?<=\]\()(?!\w+:|#|/)[^)\s]+", re.DOTALL
 
 
 def hosted(path: str) -> str:
-    """The address of a file or folder on the code host."""
+    """Return the address of a file or folder on the code host."""
     return f"{ADDRESS}/blob/main/{path}"
 
 
 def relinked(text: str, page: str, address: Callable[[str], str]) -> str:
-    """The text of the file ``page`` with ``address(path from the root)`` in place of each relative link."""
+    """Return the text of the file ``page`` with ``address(path from the root)`` for each relative link."""
 
     def replace(match: re.Match[str]) -> str:
         if match[0].startswith("`"):

@@ -180,7 +180,7 @@ def _bits(of: Callable[..., tuple[int]], level: float, params: Any) -> tuple[int
 def loaders(
     args: ImageArguments, accelerator: Accelerator, config: dict[str, Any], train: Any, val: Any
 ) -> tuple[Any, Any]:
-    """timm's loaders; the images are moved to the device in the loop."""
+    """Return timm's loaders; the training loop moves the images to the device."""
     several = accelerator.num_processes > 1
     both = {name: config[name] for name in ("input_size", "mean", "std")}
     both |= {"num_workers": args.workers, "use_prefetcher": False}

@@ -123,13 +123,13 @@ def check(args, training):
 
 
 def landmarks_of(config, longest):
-    """The fields of a Nystromformer, which takes one length: so many segments of equal lengths."""
+    """Return the fields of a Nystromformer, which takes one length: a number of segments of equal lengths."""
     whole = longest + -longest % config.num_landmarks
     return {"segment_means_seq_len": whole, "padded_to": whole}
 
 
 def chunks_of(config, longest):
-    """The fields of a Reformer, which takes whole chunks of tokens in training."""
+    """Return the fields of a Reformer, which takes whole chunks of tokens in training."""
     return {"padded_to": math.lcm(config.lsh_attn_chunk_length, config.local_attn_chunk_length)}
 
 

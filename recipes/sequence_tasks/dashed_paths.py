@@ -1,4 +1,4 @@
-"""Images of dashed paths: do two discs lie at the ends of one path?
+"""Images of dashed paths; the class says whether two discs lie at the ends of one path.
 
 The task and its layout follow Pathfinder (Linsley et al., 2018), but the images are not those of the Long Range Arena,
 and accuracies on one say nothing about the other. An image has two long paths and a few short ones, which do not touch.
