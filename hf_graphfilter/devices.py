@@ -42,8 +42,8 @@ def default_device() -> torch.device:
 
     if _chosen:
         return torch.device(_chosen[0])
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
 def process() -> tuple[int, int]:
@@ -72,9 +72,9 @@ def device_of(module: torch.nn.Module) -> Any:
     """
     import torch
 
-    here = next(module.parameters(), torch.empty(0)).device
-    if here.type != "meta":
-        return here
+    weight_device = next(module.parameters(), torch.empty(0)).device
+    if weight_device.type != "meta":
+        return weight_device
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((torch.device(device) for device in devices if device is not None), None)

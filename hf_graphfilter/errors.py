@@ -56,8 +56,8 @@ def nearest(word: object, known: Iterable[str], prefix: str = "") -> str:
         (" (did you mean 'gfsa'?)", '')
     """
     by_lower = {k.lower(): k for k in known}
-    match = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.5)
-    return f" (did you mean {prefix + by_lower[match[0]]!r}?)" if match else ""
+    matches = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.5)
+    return f" (did you mean {prefix + by_lower[matches[0]]!r}?)" if matches else ""
 
 
 def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> bool:
@@ -122,8 +122,8 @@ def needs(extra: str, purpose: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        broken = "" if isinstance(error, ModuleNotFoundError) else f" (it does not import: {error})"
-        message = f"{purpose} needs {error.name}{broken}: pip install 'hf-graphfilter[{extra}]'"
+        detail = "" if isinstance(error, ModuleNotFoundError) else f" (it does not import: {error})"
+        message = f"{purpose} needs {error.name}{detail}: pip install 'hf-graphfilter[{extra}]'"
         raise GraphFilterError(message) from error
 
 

@@ -99,8 +99,8 @@ def read_state(file: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     from safetensors import safe_open
 
     try:
-        with safe_open(file, framework="pt") as opened:
-            metadata, tensors = opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        with safe_open(file, framework="pt") as reader:
+            metadata, tensors = reader.metadata() or {}, {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors names some damage by exceptions of torch
         raise DamagedFileError(f"{file} cannot be read ({error})") from error
     if _CONTENT not in metadata:
@@ -114,12 +114,12 @@ def digest(text: str, tensors: Mapping[str, Any]) -> str:
     """Hash a text and tensors: their names, types, shapes and values."""
     import torch
 
-    found = hashlib.sha256(text.encode())
+    hasher = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def read_json(file: Path, **needed: Any) -> dict[str, Any]:
@@ -163,11 +163,11 @@ def locked(*files: Path, work: str, wait: float = 0) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for file in files:
             file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                held.enter_context(FileLock(file, timeout=wait))
+                stack.enter_context(FileLock(file, timeout=wait))
             except Timeout:
                 raise LockedError(
                     f"another command is {work}: {file} is locked; wait for its end, or name another folder"

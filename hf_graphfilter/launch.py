@@ -77,6 +77,6 @@ def environment(
 ) -> dict[str, str]:
     """Return ``inherited`` with what makes Python processes import the package, ``imports`` and the filter's rate."""
     files = [os.path.abspath(name) if name.endswith(".py") or os.sep in name else name for name in imports]
-    added = {"PYTHONPATH": [_STARTUP, inherited.get("PYTHONPATH")], IMPORTS: [inherited.get(IMPORTS), *files]}
+    paths = {"PYTHONPATH": [_STARTUP, inherited.get("PYTHONPATH")], IMPORTS: [inherited.get(IMPORTS), *files]}
     rate = {} if filter_lr is None else {LEARNING_RATE: str(filter_lr)}
-    return {**inherited, **rate, **{name: os.pathsep.join(filter(None, parts)) for name, parts in added.items()}}
+    return {**inherited, **rate, **{name: os.pathsep.join(filter(None, parts)) for name, parts in paths.items()}}

@@ -37,12 +37,12 @@ def with_filters(model_class: type[PreTrainedModel], module: str) -> type[PreTra
     ``from_pretrained`` marks the class that it loads, so that saving copies its ``module``. In all else transformers
     treats it as ``model_class``, weights of older versions included.
     """
-    own = {
+    attributes = {
         "__module__": module,
         "is_custom_code": classmethod(lambda cls: False),
         "_can_set_experts_implementation": model_class._can_set_experts_implementation,
     }
-    return type(model_class.__name__, (model_class,), own)
+    return type(model_class.__name__, (model_class,), attributes)
 
 
 def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:

@@ -17,7 +17,7 @@ def printable(text: object) -> str:
         >>> print(printable("\x1b[31mred"))
         \x1b[31mred
     """
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
 def html_text(text: object) -> str:

@@ -54,7 +54,7 @@ def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Br
     Raises:
         GraphFilterError: the model is not patched, no filter has a part, or the batches give no loss.
     """
-    measured = measure if callable(measure) else _mean_loss(list(measure))
+    measure_model = measure if callable(measure) else _mean_loss(list(measure))
     filters = filters_of(model, required=True)
     parts: dict[str, list[GraphFilter]] = {}
     for _, graph_filter in filters:
@@ -64,21 +64,21 @@ def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Br
         kinds = ", ".join(sorted({graph_filter.config.filter for _, graph_filter in filters}))
         raise GraphFilterError(f"the filters of the model ({kinds}) have no parts that can be switched off")
     with evaluate(model):
-        with_all = measured(model)
-        branches = [Branch("all", with_all, 0.0, len(filters))]
-        for name, having in parts.items():
-            with switch_off(name, having):
-                value = measured(model)
-            branches.append(Branch(name, value, value - with_all, len(having)))
+        full_value = measure_model(model)
+        branches = [Branch("all", full_value, 0.0, len(filters))]
+        for name, part_filters in parts.items():
+            with switch_off(name, part_filters):
+                value = measure_model(model)
+            branches.append(Branch(name, value, value - full_value, len(part_filters)))
     return branches
 
 
 @contextlib.contextmanager
 def switch_off(name: str, filters: Iterable[GraphFilter]) -> Iterator[None]:
     """Switch a part of the filters off inside the ``with`` block."""
-    with contextlib.ExitStack() as back:
+    with contextlib.ExitStack() as exit_stack:
         for graph_filter in filters:
-            back.enter_context(graph_filter.branches()[name]())
+            exit_stack.enter_context(graph_filter.branches()[name]())
         yield
 
 

@@ -89,10 +89,10 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
     low = high = math.nan
     if sd > 1e-9 * max(map(abs, (*baseline, *treated))):
         low, high = map(float, stats.ttest_rel(treated, baseline).confidence_interval())
-    flips = stats.permutation_test(
+    test = stats.permutation_test(
         (differences,), statistics.mean, permutation_type="samples", vectorized=False, n_resamples=9999, rng=0
     )
-    return PairedComparison(n, mean, sd, low, high, float(flips.pvalue))
+    return PairedComparison(n, mean, sd, low, high, float(test.pvalue))
 
 
 def mean_and_sd(values: Sequence[float], form: str = ".4f") -> str:
@@ -109,7 +109,7 @@ def mean_and_sd(values: Sequence[float], form: str = ".4f") -> str:
         '0.6 ± 0.1, 1 of 3 diverged'
     """
     finite = [value for value in values if math.isfinite(value)]
-    lost = f"{len(values) - len(finite)} of {len(values)} diverged" if len(finite) < len(values) else ""
+    divergence_note = f"{len(values) - len(finite)} of {len(values)} diverged" if len(finite) < len(values) else ""
     spread = f" ± {statistics.stdev(finite):{form}}" if len(finite) > 1 else ""
-    shown = f"{statistics.mean(finite):{form}}{spread}" if finite else ""
-    return ", ".join(filter(None, (shown, lost)))
+    mean_text = f"{statistics.mean(finite):{form}}{spread}" if finite else ""
+    return ", ".join(filter(None, (mean_text, divergence_note)))

@@ -128,21 +128,21 @@ def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[
         GraphFilterError: one of the errors of ``attention_maps``, or the models split an input into different numbers
             of tokens.
     """
-    running = Running()
+    statistics = Running()
     values: list[float] = []
     for batch in batches:
-        for one, two in zip(attention_maps(model, batch), attention_maps(other, batch), strict=True):
-            a, b = summarise(one), summarise(two)
+        for maps, other_maps in zip(attention_maps(model, batch), attention_maps(other, batch), strict=True):
+            a, b = summarise(maps), summarise(other_maps)
             if a.shape != b.shape:
                 raise GraphFilterError(
                     f"the models see one input as {len(a)} and {len(b)} tokens: their attention cannot be compared"
                 )
             correlation = rows_correlation(a, b)
-            running.add(correlation)
+            statistics.add(correlation)
             values += [float(correlation)] if len(values) < 1000 else []
     if not values:
         raise GraphFilterError("there are no batches, so that nothing was compared: pass at least one")
-    return Correlation(running.band(), values)
+    return Correlation(statistics.band(), values)
 
 
 def summarise(maps: dict[Layer, Tensor]) -> Tensor:

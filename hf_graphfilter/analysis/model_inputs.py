@@ -40,10 +40,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        untensored = [name for name, x in batch.items() if isinstance(x, list | tuple) or hasattr(x, "__array__")]
-        if untensored and not any(isinstance(y, Tensor) for x in batch.values() for y in (x, *_first(x))):
+        non_tensors = [name for name, x in batch.items() if isinstance(x, list | tuple) or hasattr(x, "__array__")]
+        if non_tensors and not any(isinstance(y, Tensor) for x in batch.values() for y in (x, *_first(x))):
             raise GraphFilterError(
-                f"{untensored[0]} of a batch holds no tensor: call the tokenizer with return_tensors='pt'"
+                f"{non_tensors[0]} of a batch holds no tensor: call the tokenizer with return_tensors='pt'"
             )
         return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
     texts = isinstance(batch, str) or (isinstance(batch, list | tuple) and any(isinstance(x, str) for x in batch))
@@ -69,12 +69,12 @@ def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
         yield batch
         return
     longest = max((max(x.shape[1:]) for x in tensors if x.dim() in (2, 3) and not x.is_floating_point()), default=0)
-    others = any(x.dim() > 1 and x.is_floating_point() for x in tensors)
+    has_float_inputs = any(x.dim() > 1 and x.is_floating_point() for x in tensors)
     while start < rows:
         count = rows
         if heads:
             tokens = longest  # do not count longer texts of earlier batches
-            if others:
+            if has_float_inputs:
                 tokens = max(longest, seen()) if seen() else 0
             count = max(1, ENTRIES // (heads * tokens**2)) if tokens else 1
         part = slice(start, start + count)
@@ -104,14 +104,14 @@ def name_mistakes(model: nn.Module) -> Iterator[None]:
     Raises:
         GraphFilterError: the model raised an error of Python or PyTorch. Out-of-memory errors are not changed.
     """
-    running: list[Mapping[str, Any]] = []  # the arguments of a forward pass that has not ended, or ended in a mistake
+    inputs: list[Mapping[str, Any]] = []  # the arguments of a forward pass that has not ended, or ended in a mistake
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running[:] = [{"a tensor": args[0] if args else None, **kwargs}]
+        inputs[:] = [{"a tensor": args[0] if args else None, **kwargs}]
 
     def end(*_: Any) -> None:
         if not isinstance(sys.exception(), MISTAKES):  # blocks of layers leave the forward pass by one of their own
-            running.clear()
+            inputs.clear()
 
     hooks = [
         model.register_forward_pre_hook(begin, with_kwargs=True),
@@ -122,9 +122,9 @@ def name_mistakes(model: nn.Module) -> Iterator[None]:
     except (GraphFilterError, torch.OutOfMemoryError):
         raise
     except MISTAKES as error:
-        if not running:
+        if not inputs:
             raise
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in running[-1].items() if isinstance(x, Tensor))
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs[-1].items() if isinstance(x, Tensor))
         text = " ".join(str(error).split())[:200]
         if "index out of range" in text:
             text += " (an id beyond the vocabulary, or more tokens than the model has positions)"
@@ -174,13 +174,13 @@ class Padding:
         stack = site.stack if self.encoder_decoder else ""
         mask = mask_of(self.batch, stack) if _reads_texts(site) or not self.texts else None
         if isinstance(mask, Tensor) and mask.dim() == 4:
-            seen = mask > _FORBIDDEN if mask.is_floating_point() else mask.bool()
-            mask = seen.flatten(1, 2).any(1).expand(batch, -1)
+            is_visible = mask > _FORBIDDEN if mask.is_floating_point() else mask.bool()
+            mask = is_visible.flatten(1, 2).any(1).expand(batch, -1)
         elif isinstance(mask, Tensor) and mask.shape != (batch, tokens) and stack != "decoder":
             frames = getattr(self.model, "_get_feature_vector_attention_mask", None)  # for masks of audio samples
             mask = mask if frames is None or mask.shape[1] < tokens else frames(tokens, mask)
-            if (first := getattr(self.model, "first_tokens", 0)) and mask.shape == (batch, tokens - first):
-                mask = torch.nn.functional.pad(mask, (first, 0), value=1)
+            if (prefix := getattr(self.model, "first_tokens", 0)) and mask.shape == (batch, tokens - prefix):
+                mask = torch.nn.functional.pad(mask, (prefix, 0), value=1)
         if isinstance(mask, Tensor) and mask.shape == (batch, tokens):
             self.read.add(stack)
             return mask.to(device).bool()

@@ -162,31 +162,31 @@ def observe(
             f"{type(model).__name__} has no self-attention that can be read; attention found: {names}"
         )
     check_batches(batches)
-    watch = _Observer(model, sites, readers)
-    plain = [site for site in sites if CHILD not in site.module._modules]
+    observer = _Observer(model, sites, readers)
+    unpatched_sites = [site for site in sites if CHILD not in site.module._modules]
     device = device_of(model)
-    whole = not any(reader.matrices for reader in readers) or any(site.tokens_first for site in sites)
-    heads = 0 if whole else max(site.heads for site in sites)
+    runs_whole_batches = not any(reader.matrices for reader in readers) or any(site.tokens_first for site in sites)
+    heads = 0 if runs_whole_batches else max(site.heads for site in sites)
     with contextlib.ExitStack() as undo:
         undo.enter_context(evaluate(model))
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # of PyTorch's encoder, whose layers pass no tensors on
         watched: list[nn.Module] = []
         undo.callback(host.detach, model, watched)
-        for site in plain:
+        for site in unpatched_sites:
             host.attach(site, _Watch(_WatchConfig(), site))
             watched.append(site.module)
-        watch.look(undo)
+        observer.look(undo)
         undo.enter_context(name_mistakes(model))
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):
-            for part in cut_batch(to_device(batch, device), heads, lambda: watch.tokens):
-                watch.begin(part)
+            for part in cut_batch(to_device(batch, device), heads, lambda: observer.tokens):
+                observer.begin(part)
                 outputs = model(**part) if isinstance(part, Mapping) else model(part)
-                watch.padding.check()
+                observer.padding.check()
                 for reader in readers:
                     reader.outputs(outputs, part)
-    if not watch.sequences:
+    if not observer.sequences:
         raise GraphFilterError("there are no batches with a token, so that nothing was measured: check the inputs")
 
 
@@ -223,21 +223,21 @@ class _Observer:
         self.calls[stack] += 1
         self.tokens = max(self.tokens, value.shape[2])
         is_token = self.padding.find_tokens(site, value.shape[0], value.shape[2], value.device)
-        running = None if isinstance(graph_filter, _Watch) else graph_filter
-        call = Call(layer, shift, value, running, is_token, self.earlier)
+        module_filter = None if isinstance(graph_filter, _Watch) else graph_filter
+        call = Call(layer, shift, value, module_filter, is_token, self.earlier)
         for reader in self.readers:
             reader.attention(call)
 
     def _read_inputs(self, site: AttentionSite, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if not self.layers[self.stacks[site.name]]:
-            self._tell(site, -1, args[0] if args else kwargs.get("hidden_states"))
+            self._send_tokens(site, -1, args[0] if args else kwargs.get("hidden_states"))
 
     def _read_outputs(self, site: AttentionSite, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack = self.stacks[site.name]
-        self._tell(site, self.layers[stack], output)
+        self._send_tokens(site, self.layers[stack], output)
         self.layers[stack] += 1
 
-    def _tell(self, site: AttentionSite, index: int, output: Any) -> None:
+    def _send_tokens(self, site: AttentionSite, index: int, output: Any) -> None:
         tokens = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(tokens, Tensor) or tokens.dim() not in (3, 4):
             return
@@ -272,7 +272,7 @@ def layer_modules(sites: list[AttentionSite]) -> dict[str, AttentionSite]:
     layers = {}
     for site in sites:
         parts = site.name.split(".")
-        around = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if is_numbered(part)]
-        alone = [name for name in around if sum(other.name.startswith(f"{name}.") for other in sites) == 1]
-        layers[alone[0] if alone else site.name] = site
+        blocks = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if is_numbered(part)]
+        own_blocks = [name for name in blocks if sum(other.name.startswith(f"{name}.") for other in sites) == 1]
+        layers[own_blocks[0] if own_blocks else site.name] = site
     return layers

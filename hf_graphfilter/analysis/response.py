@@ -48,10 +48,10 @@ class ResponseReader(BandReader[FrequencyResponse]):
 
     def attention(self, call: Call) -> None:
         attention = call.attention
-        kinds = {"attention_gain": attention}
+        matrices_by_name = {"attention_gain": attention}
         if call.is_matrix:
-            kinds["gain"] = call.filtered
-        for name, matrices in kinds.items():
+            matrices_by_name["gain"] = call.filtered
+        for name, matrices in matrices_by_name.items():
             for matrix in call.each(matrices):
                 if matrix.shape[-1] < 2:
                     continue
@@ -109,9 +109,9 @@ def on_grid(curve: Tensor, tokens: int) -> Tensor:
     """Interpolate the gains of ``tokens`` tokens at ``POINTS`` frequencies, from 0 to half a cycle per token."""
     if tokens % 2:  # the next frequency mirrors the last one at half a cycle
         curve = torch.cat([curve, curve[-1:]])
-    at = torch.linspace(0, 0.5 * tokens, POINTS, dtype=curve.dtype, device=curve.device)
-    below = at.long().clamp(max=len(curve) - 2)
-    return curve[below].lerp(curve[below + 1], at - below)
+    positions = torch.linspace(0, 0.5 * tokens, POINTS, dtype=curve.dtype, device=curve.device)
+    lower = positions.long().clamp(max=len(curve) - 2)
+    return curve[lower].lerp(curve[lower + 1], positions - lower)
 
 
 class _Scaled(ShiftOperator):
@@ -172,19 +172,19 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
     curves = {}
     for name, graph_filter in filters_of(model, required=True):
         device = next((t.device for t in (*graph_filter.parameters(), *graph_filter.buffers())), torch.device("cpu"))
-        at = torch.linspace(-1 if graph_filter.spectral else 0, 1, points, device=device)
+        grid = torch.linspace(-1 if graph_filter.spectral else 0, 1, points, device=device)
         with torch.no_grad():
             if not graph_filter.spectral:
-                response, domain = graph_filter.singular_response(at), "singular value"
+                response, domain = graph_filter.singular_response(grid), "singular value"
             else:
                 ones = torch.ones(1, graph_filter.heads, points, 1, device=device)
                 domain = "eigenvalue of A"
                 try:
-                    response = graph_filter(_Scaled(at, graph_filter.heads), ones)[0, :, :, 0]
+                    response = graph_filter(_Scaled(grid, graph_filter.heads), ones)[0, :, :, 0]
                 except AttributeError:  # the filter also reads query, key or mask, so it is no function of A alone
                     response = None
         if response is not None:
-            curves[name] = Curve(at.cpu(), response.cpu(), domain)
+            curves[name] = Curve(grid.cpu(), response.cpu(), domain)
     return curves
 
 
@@ -210,9 +210,9 @@ def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
     Raises:
         GraphFilterError: matplotlib is not installed.
     """
-    chosen = pick_some([*curves.items()], most)
-    figure = make_figure(4.0 * len(chosen), 3.1)
-    for axes, (name, curve) in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
+    selection = pick_some([*curves.items()], most)
+    figure = make_figure(4.0 * len(selection), 3.1)
+    for axes, (name, curve) in zip(figure.subplots(1, len(selection), squeeze=False)[0], selection, strict=True):
         for head, line in enumerate(curve.response):
             axes.plot(curve.at, line, color=COLOURS[head % len(COLOURS)], linewidth=1, alpha=0.8)
         baseline = "attention" if curve.domain == "eigenvalue of A" else "a response of 1"

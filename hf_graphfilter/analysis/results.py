@@ -78,14 +78,14 @@ class Measured:
         """Return a row for each number: stack, layer, quantity, mean, sd, samples, and the place on a curve."""
         rows: list[dict[str, Any]] = []
         for (layer, quantity), band in self.bands.items():
-            about = {"stack": layer.stack, "layer": layer.index, "quantity": quantity}
+            labels = {"stack": layer.stack, "layer": layer.index, "quantity": quantity}
             if band.mean.dim() == 0:
                 places: list[dict[str, Any]] = [{}]
             else:
                 axis, at = self.grid(quantity, band.mean.numel()) or ("index", [*map(float, range(band.mean.numel()))])
                 places = [{"at": x, "axis": axis} for x in at]
             numbers = zip(places, band.mean.flatten().tolist(), band.sd.flatten().tolist(), strict=True)
-            rows += [{**about, **place, "mean": m, "sd": s, "samples": band.samples} for place, m, s in numbers]
+            rows += [{**labels, **place, "mean": m, "sd": s, "samples": band.samples} for place, m, s in numbers]
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,11 +146,11 @@ class Measured:
         (first, start), (last, end) = measured[0], measured[-1]
         name = " ".join(self.quantities.get(quantity, quantity).split())
         name = f"{name[0].upper()}{name[1:]}"
-        where = f", {stack}" if len({layer.stack for layer in self.layers()}) > 1 else ""
+        stack_note = f", {stack}" if len({layer.stack for layer in self.layers()}) > 1 else ""
         if end.dim():
-            return f"{name}: {_short(end[0])} to {_short(end[-1])} in layer {last.index}{where}"
-        begun = "in the input embeddings" if first.index < 0 else f"in layer {first.index}"
-        return f"{name}: {_short(start)} {begun}, {_short(end)} in layer {last.index}{where}"
+            return f"{name}: {_short(end[0])} to {_short(end[-1])} in layer {last.index}{stack_note}"
+        start_place = "in the input embeddings" if first.index < 0 else f"in layer {first.index}"
+        return f"{name}: {_short(start)} {start_place}, {_short(end)} in layer {last.index}{stack_note}"
 
     def _draw(self, axes: Axes, stack: str, quantity: str, against: Measured | None) -> None:
         pairs = [(self, self.model, "-")] + ([(against, "reference", "--")] if against else [])

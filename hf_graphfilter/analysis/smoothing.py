@@ -37,8 +37,8 @@ class SmoothingReader(BandReader[Smoothing]):
 
     def tokens(self, layer: Layer, tokens: Tensor, is_token: Tensor) -> None:
         self.given[layer.stack] = tokens
-        for x, visible in zip(tokens, is_token, strict=True):
-            if (text := x[visible]).shape[0] > 1:
+        for x, mask in zip(tokens, is_token, strict=True):
+            if (text := x[mask]).shape[0] > 1:
                 self.samples[layer, "cosine"].add(mean_cosine(text))
                 self.samples[layer, "high_frequency"].add(high_frequency(text))
 
@@ -88,8 +88,8 @@ def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = Tru
 def mean_cosine(x: Tensor) -> Tensor:
     """Return the mean cosine over the pairs of different rows of (tokens, features)."""
     unit = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    together, alone = unit.sum(0).square().sum(), unit.square().sum()
-    return (together - alone) / (len(x) * (len(x) - 1))
+    all_pairs, self_pairs = unit.sum(0).square().sum(), unit.square().sum()
+    return (all_pairs - self_pairs) / (len(x) * (len(x) - 1))
 
 
 def high_frequency(x: Tensor) -> Tensor:
@@ -100,6 +100,6 @@ def high_frequency(x: Tensor) -> Tensor:
 def dirichlet_energy(matrix: Tensor, x: Tensor) -> Tensor:
     """Return the Dirichlet energy of (tokens, features) on graphs (heads, tokens, tokens), mean over the heads."""
     squares = x.square().sum(-1)
-    ends = matrix.sum(-1) @ squares + matrix.sum(-2) @ squares
-    across = (matrix * (x @ x.mT)).sum((-1, -2))
-    return ((ends / 2 - across) / squares.sum().clamp(min=1e-30)).mean()
+    node_terms = matrix.sum(-1) @ squares + matrix.sum(-2) @ squares
+    edge_terms = (matrix * (x @ x.mT)).sum((-1, -2))
+    return ((node_terms / 2 - edge_terms) / squares.sum().clamp(min=1e-30)).mean()

@@ -50,15 +50,15 @@ class SpectrumReader(BandReader[Spectrum]):
         super().__init__()
 
     def tokens(self, layer: Layer, tokens: Tensor, is_token: Tensor) -> None:
-        for x, visible in zip(tokens, is_token, strict=True):
-            if visible.any():
-                self.add(layer, "", torch.linalg.svdvals(x[visible]))
+        for x, mask in zip(tokens, is_token, strict=True):
+            if mask.any():
+                self.add(layer, "", torch.linalg.svdvals(x[mask]))
 
     def attention(self, call: Call) -> None:
-        left = self.left - self.seen[call.layer]
-        if left <= 0 or not call.is_matrix:
+        remaining = self.left - self.seen[call.layer]
+        if remaining <= 0 or not call.is_matrix:
             return
-        for matrix in islice(call.each(call.filtered), left):
+        for matrix in islice(call.each(call.filtered), remaining):
             self.seen[call.layer] += 1
             if matrix.shape[-1]:
                 self.add(call.layer, "attention_", torch.linalg.svdvals(matrix))

@@ -37,9 +37,9 @@ class Running:
         """Add a sample."""
         x = torch.as_tensor(sample).detach().to("cpu", torch.float64)
         self.count += 1
-        off = x - self.mean
-        self.mean = self.mean + off / self.count
-        self.squares = self.squares + off * (x - self.mean)
+        deviation = x - self.mean
+        self.mean = self.mean + deviation / self.count
+        self.squares = self.squares + deviation * (x - self.mean)
 
     def band(self) -> Band:
         """Return mean and standard deviation of the samples so far."""

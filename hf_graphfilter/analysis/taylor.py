@@ -93,6 +93,6 @@ def errors(matrix: Tensor, orders: Sequence[int]) -> dict[int, Tensor]:
     for order in range(2, max(orders) + 1):
         power = power @ matrix
         if order in orders:
-            off = power - torch.lerp(matrix, square, float(order - 1))
-            by_order[order] = off.abs().sum(-1).amax(-1)
+            difference = power - torch.lerp(matrix, square, float(order - 1))
+            by_order[order] = difference.abs().sum(-1).amax(-1)
     return by_order

@@ -64,8 +64,8 @@ def _create_with_filter(
     original: Function, self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Warn if a new adapter should train a filter that the model does not have; PEFT would ignore that."""
-    asked = CHILD in (getattr(peft_config, "modules_to_save", None) or ())
-    if asked and not getattr(peft_config, "inference_mode", False) and not filters_of(model):
+    wants_filter = CHILD in (getattr(peft_config, "modules_to_save", None) or ())
+    if wants_filter and not getattr(peft_config, "inference_mode", False) and not filters_of(model):
         warnings.warn(
             f"modules_to_save names {CHILD}, and {type(model).__name__} has no filter, so that the adapter trains "
             "none: call patch_model before get_peft_model",
@@ -95,8 +95,8 @@ def _subtract_with_filter(
     original: Function, self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Keep the weights of the filter when PEFT converts PiSSA or similar adapters to LoRA; it would drop them."""
-    ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
-    return {**ours, **original(self, output_state_dict, *args, **kwargs)}
+    filter_tensors = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
+    return {**filter_tensors, **original(self, output_state_dict, *args, **kwargs)}
 
 
 def _record(model: nn.Module, state: dict[str, Any], config: Any, model_state: Any = None) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def check_loaded_weights(
     """Check the weights of adapters that transformers loads."""
     files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
     for file in (file for file in files if file.endswith(".safetensors")):
-        check_adapter(model, _read_ours(file))
+        check_adapter(model, _read_filter_tensors(file))
     state_dict = check_adapter(model, state_dict) if state_dict and _loading.get() else state_dict
     info, index = original(model, state_dict, checkpoint_files, *args, **kw)
     if records := {key for key in info.unexpected_keys if key.rpartition(".")[2] == KEY}:
@@ -159,11 +159,11 @@ def check_loaded_weights(
     return info, index
 
 
-def _read_ours(file: str) -> dict[str, Any]:
+def _read_filter_tensors(file: str) -> dict[str, Any]:
     """Read the tensors of the filter, and those of its record, from the weights file of an adapter."""
     with safe_open(file, framework="pt") as opened:
-        ours = [key for key in opened.keys() if KEY in key or f".{CHILD}." in key]  # noqa: SIM118
-        return {key: opened.get_tensor(key) for key in ours}
+        keys = [key for key in opened.keys() if KEY in key or f".{CHILD}." in key]  # noqa: SIM118
+        return {key: opened.get_tensor(key) for key in keys}
 
 
 def _swap_with_copies(
@@ -175,11 +175,11 @@ def _swap_with_copies(
     parameter_prefix: str = "lora_",
 ) -> Any:
     if (record := vars(config).get(READ)) is not None:
-        _fit(model, record, config)
-    filters, rest = copies.split_copies(check_adapter(model, state_dict), model, parameter_prefix)
+        _apply_or_check(model, record, config)
+    filters, adapter_tensors = copies.split_copies(check_adapter(model, state_dict), model, parameter_prefix)
     target = copies.tensors_of(model, adapter_name)
     copies.check_copies(filters, target, adapter_name)
-    result = original(model, rest, adapter_name, config, parameter_prefix)
+    result = original(model, adapter_tensors, adapter_name, config, parameter_prefix)
     copies.swap_copies(filters, target)
     return result
 
@@ -193,9 +193,9 @@ def load_with_filter(original: Function, *args: Any, **kwargs: Any) -> Any:
     token = _loading.set(True)
     try:
         with restore_on_error(model):
-            read = config if getattr(config, READ, None) else _read_configuration(arguments)
-            if (record := getattr(read, READ, None)) is not None:
-                _fit(model, record, config or read)
+            recorded_config = config if getattr(config, READ, None) else _read_configuration(arguments)
+            if (record := getattr(recorded_config, READ, None)) is not None:
+                _apply_or_check(model, record, config or recorded_config)
             result = original(*args, **kwargs)
             if record is not None:
                 base = unwrapped(model)
@@ -225,7 +225,7 @@ def _delete_with_filter(original: Function, self: Any, adapter_name: str) -> Non
             unpatch_model(base)
 
 
-def _fit(model: nn.Module, record: Any, config: Any) -> None:
+def _apply_or_check(model: nn.Module, record: Any, config: Any) -> None:
     """Give an unpatched model the filters that an adapter holds, or check that the model has these filters already.
 
     Raises:
@@ -237,17 +237,19 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration"), unwrapped(model)
     host, kind = host_of(base), type(base).__name__
     trained_on = f"the adapter was trained on a model with {describe_record(record)}"
-    held = copies.holds_filters(config, (name for _, names in groups for name in names))
-    mend = "load it into that model, or load its filter into this one first, with load_filter"
+    has_filter = copies.holds_filters(config, (name for _, names in groups for name in names))
+    remedy = "load it into that model, or load its filter into this one first, with load_filter"
     if patched_modules(base, required=False):
         check_record(base, record)
-        if not held and vars(base).get(STARTS):
-            raise GraphFilterError(f"{trained_on} and does not hold the filter, which another adapter brought: {mend}")
+        if not has_filter and vars(base).get(STARTS):
+            raise GraphFilterError(
+                f"{trained_on} and does not hold the filter, which another adapter brought: {remedy}"
+            )
         return
-    if not held:
+    if not has_filter:
         raise GraphFilterError(
             f"{trained_on} and does not hold the filter (modules_to_save=[{CHILD!r}] would), which this {kind} "
-            f"lacks: {mend}"
+            f"lacks: {remedy}"
         )
     if any(module._get_available_adapters() for module in base.modules() if isinstance(module, BaseTunerLayer)):
         raise GraphFilterError(

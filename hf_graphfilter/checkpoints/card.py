@@ -143,10 +143,10 @@ def _describe_report(report: Seen | None) -> str:
 def package_address() -> str | None:
     """Return the public address of the package, or None if it has none."""
     try:
-        named = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
+        entries = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
         return None
-    pairs = (entry.partition(",") for entry in named if ".example/" not in entry)  # a placeholder (RFC 2606)
+    pairs = (entry.partition(",") for entry in entries if ".example/" not in entry)  # a placeholder (RFC 2606)
     urls = {label.strip().lower(): url.strip() for label, _, url in pairs}
     preferred = [urls[label] for label in ("homepage", "repository", "source") if label in urls]
     return next(iter([*preferred, *urls.values()]), None)
@@ -161,9 +161,11 @@ def _describe_loading(model: Any, host: Host, repo_id: str, base_model: str | No
         return "sentence-transformers", "sentence-similarity" if kind == "SentenceTransformer" else None, usage
     if hasattr(model, "get_base_model"):
         base = host.usage(inner, base_model or "path/to/the/base/model")
-        held = holds_filters(model.peft_config[model.active_adapters[0]], (name for name, _ in patched_modules(inner)))
-        lay = f"hf_graphfilter.load_filter(model, {quoted(repo_id)})  # what save_filter(model, folder) writes\n"
-        load = f"{'' if held else lay}model = PeftModel.from_pretrained(model, {quoted(repo_id)})"
+        has_filter = holds_filters(
+            model.peft_config[model.active_adapters[0]], (name for name, _ in patched_modules(inner))
+        )
+        line = f"hf_graphfilter.load_filter(model, {quoted(repo_id)})  # what save_filter(model, folder) writes\n"
+        load = f"{'' if has_filter else line}model = PeftModel.from_pretrained(model, {quoted(repo_id)})"
         return "peft", host.pipeline_tag(inner), f"from peft import PeftModel\n{base}\n{load}"
     return host.LIBRARY, host.pipeline_tag(inner), host.usage(inner, repo_id)
 

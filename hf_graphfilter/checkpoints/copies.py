@@ -29,8 +29,8 @@ def unload_with_copies(original: Function, self: Any, *args: Any, **kwargs: Any)
     """
     adapters = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
     wrappers = [(*_locate(self.model, name), wrapper) for name, wrapper in _wrappers(self.model)]
-    chosen = [_choose_copy(wrapper, adapters) for *_, wrapper in wrappers]
-    for (parent, name, _), copy in zip(wrappers, chosen, strict=True):
+    copies = [_choose_copy(wrapper, adapters) for *_, wrapper in wrappers]
+    for (parent, name, _), copy in zip(wrappers, copies, strict=True):
         setattr(parent, name, copy)
     try:
         return original(self, *args, **kwargs)
@@ -76,8 +76,8 @@ def complete_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) ->
     PEFT itself uses only the last part of a tensor's name, does not distinguish adapters, and leaves out buffers.
     """
     owners = {name for name, _ in _wrappers(model)}
-    others = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] not in owners}
-    return others | {key: tensor.contiguous() for key, tensor in tensors_of(model, adapter).items()}
+    other_weights = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] not in owners}
+    return other_weights | {key: tensor.contiguous() for key, tensor in tensors_of(model, adapter).items()}
 
 
 def strip_adapters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -97,10 +97,10 @@ def split_copies(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tup
 def check_copies(copies: Mapping[str, Any], target: Mapping[str, Tensor], adapter: str) -> None:
     """Raise a ``GraphFilterError`` unless the copies can replace those of an adapter."""
     for name in sorted({*copies, *target}):
-        new, held = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
-        if new != held:
+        new_shape, old_shape = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
+        if new_shape != old_shape:
             raise GraphFilterError(
-                f"the new adapter holds {new} at {name}, and {shown(adapter)} holds {held}: load it "
+                f"the new adapter holds {new_shape} at {name}, and {shown(adapter)} holds {old_shape}: load it "
                 "under another name, with load_adapter"
             )
 
@@ -120,9 +120,9 @@ def holds_filters(config: Any, names: Iterable[str]) -> bool:
 def _is_saved(name: str, config: Any) -> bool:
     """Return whether ``modules_to_save`` names the filter of a module, or a module that contains it."""
     parts = [*name.split("."), CHILD]
-    around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     entries = getattr(config, "modules_to_save", None) or ()
-    return any(f".{path}".endswith(f".{entry}") or entry.endswith(f".{path}") for path in around for entry in entries)
+    return any(f".{path}".endswith(f".{entry}") or entry.endswith(f".{path}") for path in paths for entry in entries)
 
 
 def weigh_with_copies(
@@ -132,14 +132,14 @@ def weigh_with_copies(
 
     A tuner would give it the filter of the base model. PEFT raises an error if several of the adapters hold a filter.
     """
-    held = {name: copies for name in adapters if (copies := tensors_of(self.model, name))}
-    if held and adapters[0] not in held:
+    copies_by_adapter = {name: copies for name in adapters if (copies := tensors_of(self.model, name))}
+    if copies_by_adapter and adapters[0] not in copies_by_adapter:
         raise GraphFilterError(
             f"the new adapter is made like {shown(adapters[0])}, which holds no graph filter, and "
-            f"{shown(next(iter(held)))} holds one: name that one first"
+            f"{shown(next(iter(copies_by_adapter)))} holds one: name that one first"
         )
     is_new = adapter_name not in self.peft_config
     result = original(self, adapters, weights, adapter_name, *a, **k)
-    if is_new and held:
-        swap_copies(held[adapters[0]], tensors_of(self.model, adapter_name))
+    if is_new and copies_by_adapter:
+        swap_copies(copies_by_adapter[adapters[0]], tensors_of(self.model, adapter_name))
     return result

@@ -55,9 +55,9 @@ def read_evaluations(path: str | os.PathLike[str]) -> list[EvalResult]:
 
 def _read_file(file: Path) -> list[EvalResult]:
     """Return the results in a file; none if another program wrote it."""
-    for needed, read in ((LM_EVAL, _read_lm_eval), (MTEB, _read_mteb)):
+    for schema, read in ((LM_EVAL, _read_lm_eval), (MTEB, _read_mteb)):
         try:
-            return read(read_json(file, **needed))
+            return read(read_json(file, **schema))
         except DamagedFileError:
             continue
     return []
@@ -68,10 +68,10 @@ def _read_lm_eval(content: dict[str, Any]) -> list[EvalResult]:
     shots = content.get("n-shot", {})
     for task, values in content["results"].items():
         for key, value in values.items():
-            metric, _, chosen = key.partition(",")
-            if not chosen or metric.endswith("_stderr") or not _is_finite(value):
+            metric, _, extraction = key.partition(",")
+            if not extraction or metric.endswith("_stderr") or not _is_finite(value):
                 continue  # a name, a number of rows, or an error that could not be estimated
-            if value == -1 and values.get(f"{metric}_stderr,{chosen}") == "N/A":
+            if value == -1 and values.get(f"{metric}_stderr,{extraction}") == "N/A":
                 continue  # RULER's mark of a length that was not asked for
             results.append(
                 EvalResult(
@@ -80,7 +80,7 @@ def _read_lm_eval(content: dict[str, Any]) -> list[EvalResult]:
                     dataset_name=str(values.get("alias", task)).strip(" -"),
                     dataset_args={"num_few_shot": shots[task]} if task in shots else None,
                     metric_type=metric,
-                    metric_name=metric if chosen == "none" else f"{metric} ({chosen})",
+                    metric_name=metric if extraction == "none" else f"{metric} ({extraction})",
                     metric_value=value,
                     source_name=f"lm-evaluation-harness {content['lm_eval_version']}",
                     source_url="https://github.com/EleutherAI/lm-evaluation-harness",
@@ -96,7 +96,7 @@ def _read_mteb(content: dict[str, Any]) -> list[EvalResult]:
             dataset_type=content["task_name"],
             dataset_name=content["task_name"],
             dataset_config=scores.get("hf_subset"),
-            dataset_split=part,
+            dataset_split=split,
             dataset_revision=content.get("dataset_revision"),
             metric_type="main_score",
             metric_name="main score",
@@ -104,7 +104,7 @@ def _read_mteb(content: dict[str, Any]) -> list[EvalResult]:
             source_name=f"MTEB {content['mteb_version']}",
             source_url="https://github.com/embeddings-benchmark/mteb",
         )
-        for part, subsets in content["scores"].items()
+        for split, subsets in content["scores"].items()
         for scores in subsets
         if _is_finite(scores.get("main_score"))
     ]

@@ -72,8 +72,8 @@ class FilterCard(ModelCard):
             if is_signed(earlier.text):
                 self.fields |= {"description": _join_sections(earlier.text, self.rendered, self.fields["description"])}
             self.data = _merge_metadata(earlier.data, self.data)
-            edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
-            self.text = self.text if edited else self.rendered
+            is_edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
+            self.text = self.text if is_edited else self.rendered
         self.text = _sign(self.text)
         write_text(Path(filepath), str(self))
         if self.report is not None:
@@ -114,12 +114,12 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
 
 def _join_sections(earlier_text: str, new_text: str, description: str) -> str:
     """Return the description with the sections of an earlier card that this one lacks."""
-    derived = {"How to use", "Evaluation", "Filter coefficients", "Configuration", "Citation"}
+    generated = {"How to use", "Evaluation", "Filter coefficients", "Configuration", "Citation"}
     old, new = (
         {part.partition("\n")[0].strip(): f"## {part.strip()}" for part in re.split(r"^## ", text, flags=re.M)[1:]}
         for text in (_SIGNATURE.sub("", earlier_text), new_text)
     )
-    return "\n\n".join(filter(None, [description, *(old[h] for h in old if h not in new and h not in derived)]))
+    return "\n\n".join(filter(None, [description, *(old[h] for h in old if h not in new and h not in generated)]))
 
 
 def _tabulate_results(results: list[EvalResult]) -> str:

@@ -79,7 +79,7 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_mod
             stacklevel=2,
         )
     names = [name for group in record["filters"] for name in group["modules"]]
-    description = {**record, "base": _base(host, model), WEIGHTS: written_weights(host, model, names)}
+    description = {**record, "base": _describe_base(host, model), WEIGHTS: written_weights(host, model, names)}
     if (name := base_model or host.base_model(model)) is not None:
         revision = None if base_model else getattr(getattr(model, "config", None), "_commit_hash", None)
         description[BASE_MODEL] = {"name": name, "revision": revision, "class": type(model).__name__}
@@ -113,13 +113,13 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     # for an unpatched model that PEFT has wrapped, raise the error of patch_model
     model = inner if patched_modules(inner, required=False) else encoder_of(model)  # type: ignore[assignment]
     host = host_of(model)
-    description, tensors = _in_names_of(host, model, *_read(source, hub_options))
-    base, base_here = description.get("base"), _base(host, model)
-    if base != base_here:
-        raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, base_here)}")
+    description, tensors = _translate_names(host, model, *_read(source, hub_options))
+    base, model_base = description.get("base"), _describe_base(host, model)
+    if base != model_base:
+        raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_compare_bases(base, model_base)}")
     record = {key: value for key, value in description.items() if key not in ("base", WEIGHTS, BASE_MODEL, MARK)}
     current = own_record(host, model) if patched_modules(model, required=False) else None
-    if current is None and len(base_here["heads"]) < len(host.find(model)[0]):
+    if current is None and len(model_base["heads"]) < len(host.find(model)[0]):
         raise GraphFilterError(
             f"{type(model).__name__} holds copies of whole attention modules (PEFT's modules_to_save): load the filter "
             "before the adapters"
@@ -145,9 +145,9 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
             host.write_record(model, None)
             vars(model).pop(SAMPLE, None)
         raise
-    if other := differing_weights(description.get(WEIGHTS), host, model):
+    if names := differing_weights(description.get(WEIGHTS), host, model):
         warnings.warn(
-            f"{printable(source)} was trained on a base with other weights ({other[0]} and {len(other) - 1} more): "
+            f"{printable(source)} was trained on a base with other weights ({names[0]} and {len(names) - 1} more): "
             "its outputs differ here; load it into the base that it was trained on",
             stacklevel=2,
         )
@@ -190,7 +190,7 @@ def _read(
     return description, tensors
 
 
-def _in_names_of(
+def _translate_names(
     host: Host, model: nn.Module, description: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return a description and its tensors with the module names of this release of the model's library."""
@@ -198,13 +198,13 @@ def _in_names_of(
     if not isinstance(base, dict) or not isinstance(heads := base.get("heads"), dict):
         return description, tensors
     sites = resolve(host, model, [*heads, *(name for group in groups for name in group["modules"])])
-    now = {name: host.relative_name(model, site.name) for name, site in sites.items()}
-    groups = [{**group, "modules": [now.get(name, name) for name in group["modules"]]} for group in groups]
-    heads = {now.get(name, name): count for name, count in heads.items()}
+    new_names = {name: host.relative_name(model, site.name) for name, site in sites.items()}
+    groups = [{**group, "modules": [new_names.get(name, name) for name in group["modules"]]} for group in groups]
+    heads = {new_names.get(name, name): count for name, count in heads.items()}
     renamed = {}
     for key, tensor in tensors.items():
-        owner = next((name for name in now if key.startswith(f"{name}.")), "")
-        renamed[now.get(owner, owner) + key.removeprefix(owner)] = tensor
+        owner = next((name for name in new_names if key.startswith(f"{name}.")), "")
+        renamed[new_names.get(owner, owner) + key.removeprefix(owner)] = tensor
     return {**description, "filters": groups, "base": {**base, "heads": heads}}, renamed
 
 
@@ -237,33 +237,33 @@ def _coefficients(
     }
 
 
-def _base(host: Host, model: nn.Module) -> dict[str, Any]:
+def _describe_base(host: Host, model: nn.Module) -> dict[str, Any]:
     """Return the facts about a model that must equal those of the model that the filter was trained on."""
     heads = {host.relative_name(model, site.name): site.heads for site in host.find(model)[0]}
     return {"model_type": host.model_type(model), "heads": heads}
 
 
-def _difference(base: Any, here: dict[str, Any]) -> str:
+def _compare_bases(base: Any, model_base: dict[str, Any]) -> str:
     if not isinstance(base, dict) or not isinstance(base.get("heads"), dict):
         return f"it does not describe its base model ({shown(base)})"
-    if base.get("model_type") != here["model_type"]:
-        return f"it was made for a {base.get('model_type')} model, this is {here['model_type']}"
-    theirs, ours = base["heads"], here["heads"]
-    if len(theirs) != len(ours):
-        return f"it was made for {len(theirs)} attention layers, this model has {len(ours)}"
-    for name in theirs:
-        if name not in ours or theirs[name] != ours[name]:
-            return f"{name} had {shown(theirs[name])} heads, here it has {ours.get(name, 'no such layer')}"
-    unknown = shown(sorted(base.keys() - here.keys()))
+    if base.get("model_type") != model_base["model_type"]:
+        return f"it was made for a {base.get('model_type')} model, this is {model_base['model_type']}"
+    saved_heads, model_heads = base["heads"], model_base["heads"]
+    if len(saved_heads) != len(model_heads):
+        return f"it was made for {len(saved_heads)} attention layers, this model has {len(model_heads)}"
+    for name in saved_heads:
+        if name not in model_heads or saved_heads[name] != model_heads[name]:
+            return f"{name} had {shown(saved_heads[name])} heads, here it has {model_heads.get(name, 'no such layer')}"
+    unknown = shown(sorted(base.keys() - model_base.keys()))
     return f"it names facts of its base model that this installation does not know ({unknown})"
 
 
 def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path: Any) -> None:
     for name in {**target, **source}:
-        held = tuple(source[name].shape) if name in source else "nothing"
-        wanted = tuple(target[name].shape) if name in target else "nothing"
-        if held != wanted:
-            raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {held}")
+        source_shape = tuple(source[name].shape) if name in source else "nothing"
+        target_shape = tuple(target[name].shape) if name in target else "nothing"
+        if source_shape != target_shape:
+            raise GraphFilterError(f"{path}: {name} should hold {target_shape}, it holds {source_shape}")
     if any(map(is_sharded, target.values())):
         raise GraphFilterError(f"{path} cannot be loaded into a sharded model: load it before the model is sharded")
     check_values(source, target, path)

@@ -102,13 +102,13 @@ def load_filtered_model(
         raise GraphFilterError(
             f"{printable(source)} does not name its base model: load that yourself, and pass it to load_filter"
         )
-    chosen = model_class or class_of(base.get("class"))
-    if chosen is None:
+    base_class = model_class or class_of(base.get("class"))
+    if base_class is None:
         raise GraphFilterError(
             f"{printable(source)} was made for a {shown(base.get('class'))}, which is no class of transformers: pass "
             "model_class="
         )
     if isinstance(base.get("revision"), str):
         options.setdefault("revision", base["revision"])
-    model = chosen.from_pretrained(base["name"], **options)
+    model = base_class.from_pretrained(base["name"], **options)
     return load_filter(model, source, **hub_options or {})

@@ -50,12 +50,12 @@ def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, mode
         model_state: the gathered weights of that model if FSDP has sharded them, else None.
     """
     base = unwrapped(model)
-    held = _group_by_owner(base, adapter)
-    by_owner = _group_by_owner(base, base.state_dict() if model_state is None else model_state)
+    adapter_tensors = _group_by_owner(base, adapter)
+    model_tensors = _group_by_owner(base, base.state_dict() if model_state is None else model_state)
     samples = {
         owner: {name: _sample(tensor) for name, tensor in tensors.items() if _has_sample(tensor)}
-        for owner, tensors in by_owner.items()
-        if not tensors.keys() <= held.get(owner, {}).keys()
+        for owner, tensors in model_tensors.items()
+        if not tensors.keys() <= adapter_tensors.get(owner, {}).keys()
     }
     text = json.dumps({**record, SAMPLES: samples})
     return torch.tensor([*text.encode()], dtype=torch.float32)
@@ -68,26 +68,31 @@ def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
         GraphFilterError: the weights were trained over other filters, or hold coefficients that are not finite or that
             the model has no filter for.
     """
-    weights = {key: tensor for key, tensor in adapter.items() if not _is_ours(key)}
+    weights = {key: tensor for key, tensor in adapter.items() if not _is_record_key(key)}
     if (base := _find_base(model)) is None:
         return weights
     if (record := _decode_record(adapter)) is not None:
         check_record(base, record)
-    host, held = host_of(base), _group_by_owner(base, weights)
-    sites = resolve(host, base, held)
+    host, tensors_by_owner = host_of(base), _group_by_owner(base, weights)
+    sites = resolve(host, base, tensors_by_owner)
     filters = {host.relative_name(base, name): graph_filter for name, graph_filter in filters_of(base)}
-    elsewhere = any(type(module).__name__ == "FullyShardedDataParallel" for module in base.modules())
-    for owner, tensors in held.items():
-        now = host.relative_name(base, sites[owner].name) if owner in sites else owner
-        if (graph_filter := filters.get(now)) is None:
+    uses_fsdp = any(type(module).__name__ == "FullyShardedDataParallel" for module in base.modules())
+    for owner, tensors in tensors_by_owner.items():
+        module_name = host.relative_name(base, sites[owner].name) if owner in sites else owner
+        if (graph_filter := filters.get(module_name)) is None:
             raise GraphFilterError(
-                f"the adapter holds {sum(map(len, held.values()))} filter coefficients that this {type(base).__name__} "
-                f"has no filter for, first at {owner}: patch it as it was, with patch_model or load_filter"
+                f"the adapter holds {sum(map(len, tensors_by_owner.values()))} filter coefficients that this "
+                f"{type(base).__name__} has no filter for, first at {owner}: patch it as it was, with patch_model or "
+                "load_filter"
             )
-        known = graph_filter.coefficient_tensors()
-        coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in known}
-        local = {f"{owner}.{CHILD}.{name}": x for name, x in known.items() if not elsewhere and not hasattr(x, "ds_id")}
-        check_values(coefficients, local, "the adapter")
+        filter_tensors = graph_filter.coefficient_tensors()
+        coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in filter_tensors}
+        local_tensors = {
+            f"{owner}.{CHILD}.{name}": x
+            for name, x in filter_tensors.items()
+            if not uses_fsdp and not hasattr(x, "ds_id")
+        }
+        check_values(coefficients, local_tensors, "the adapter")
     return weights
 
 
@@ -96,23 +101,25 @@ def check_record(model: nn.Module, record: Any) -> None:
     groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration or weights"), unwrapped(model)
     host, kind = host_of(base), type(base).__name__
     trained_on = f"the adapter was trained on a model with {describe_record(record)}"
-    named = [name for _, names in groups for name in names]
-    now = {name: host.relative_name(base, site.name) for name, site in resolve(host, base, named).items()}
-    if (filters := filters_by_name(host, base)) != {now.get(name, name): f for f, names in groups for name in names}:
-        here = f"patched with {describe_record(record_of(kind, filters.items()))}" if filters else "not patched"
+    module_names = [name for _, names in groups for name in names]
+    new_names = {name: host.relative_name(base, site.name) for name, site in resolve(host, base, module_names).items()}
+    if (filters := filters_by_name(host, base)) != {
+        new_names.get(name, name): f for f, names in groups for name in names
+    }:
+        patch_status = f"patched with {describe_record(record_of(kind, filters.items()))}" if filters else "not patched"
         raise GraphFilterError(
-            f"{trained_on}, and this {kind} is {here}: load it into a base that is patched like that one"
+            f"{trained_on}, and this {kind} is {patch_status}: load it into a base that is patched like that one"
         )
     samples = record.get(SAMPLES)
-    present = _group_by_owner(base, base.state_dict()) if samples else {}
-    precise = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # always in float32
+    model_tensors = _group_by_owner(base, base.state_dict()) if samples else {}
+    float32_names = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # always in float32
     for owner, tensors in samples.items() if isinstance(samples, dict) else ():
-        mine = present.get(now.get(owner) or owner, {})
+        own_tensors = model_tensors.get(new_names.get(owner) or owner, {})
         for name, values in tensors.items() if isinstance(tensors, dict) else ():
             if (
-                name in mine
-                and _has_sample(mine[name])
-                and not _is_same(values, mine[name], 1e-4 if name in precise else 2**-6)
+                name in own_tensors
+                and _has_sample(own_tensors[name])
+                and not _is_same(values, own_tensors[name], 1e-4 if name in float32_names else 2**-6)
             ):
                 raise GraphFilterError(
                     f"{trained_on} whose coefficients it does not hold, and {owner}.{CHILD}.{name} of this {kind} has "
@@ -130,7 +137,7 @@ def _find_base(model: nn.Module) -> nn.Module | None:
     return base
 
 
-def _is_ours(key: str) -> bool:
+def _is_record_key(key: str) -> bool:
     return key.rpartition(".")[2] == KEY
 
 
@@ -139,7 +146,7 @@ def _decode_record(adapter: State) -> Any:
 
     A tensor of zeros, from which programs start an average of adapters, counts as none.
     """
-    encoded: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_ours(key)), None)
+    encoded: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_record_key(key)), None)
     if encoded is None or not encoded.any():
         return None
     values = encoded.detach().cpu().double()

@@ -13,8 +13,8 @@ from ..logs import logger
 from ..text import printable
 from ..wrappers import Function, wrap
 
-_IMPORT = "import hf_graphfilter  # pip install hf-graphfilter\n"
-_OF_SENTENCE_TRANSFORMERS = "from sentence_transformers import "
+_PACKAGE_IMPORT = "import hf_graphfilter  # pip install hf-graphfilter\n"
+_LIBRARY_IMPORT = "from sentence_transformers import "
 
 
 def write_readme(model: Any, directory: Any) -> None:
@@ -45,21 +45,21 @@ def install() -> None:
 
 
 def _name_the_import(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    if (text := self._model_card_text) and _is_of_encoder(text):
+    if (text := self._model_card_text) and _is_encoder_card(text):
         self._model_card_text = None  # else the encoder's card would become that of the SentenceTransformer
     original(self, *args, **kwargs)
     file = Path(inspect.signature(original).bind(self, *args, **kwargs).arguments["path"], "README.md")
     if file.is_file() and patched_modules(self, required=False):
         text = file.read_text(encoding="utf-8")
-        if "import hf_graphfilter" not in text and _OF_SENTENCE_TRANSFORMERS in text:
-            named = text.replace(_OF_SENTENCE_TRANSFORMERS, _IMPORT + _OF_SENTENCE_TRANSFORMERS, 1)
-            write_text(file, named)
+        if "import hf_graphfilter" not in text and _LIBRARY_IMPORT in text:
+            new_text = text.replace(_LIBRARY_IMPORT, _PACKAGE_IMPORT + _LIBRARY_IMPORT, 1)
+            write_text(file, new_text)
 
 
-def _is_of_encoder(text: str) -> bool:
+def _is_encoder_card(text: str) -> bool:
     """Return whether a card is the one that this package wrote for the encoder alone."""
     from huggingface_hub import ModelCard
 
     from .filter_card import is_signed
 
-    return _OF_SENTENCE_TRANSFORMERS not in text and is_signed(ModelCard(text).text)
+    return _LIBRARY_IMPORT not in text and is_signed(ModelCard(text).text)

@@ -85,8 +85,8 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     misfits = [key for key in state if key in model_state and state[key].shape != model_state[key].shape]
     if misfits:
         raise GraphFilterError(f"{source}: {len(misfits)} weights have another shape in {name} ({misfits[0]} ...)")
-    misses = model.load_state_dict(state, strict=False)
-    if wrong := [*misses.missing_keys, *misses.unexpected_keys]:
+    incompatible_keys = model.load_state_dict(state, strict=False)
+    if wrong := [*incompatible_keys.missing_keys, *incompatible_keys.unexpected_keys]:
         raise GraphFilterError(f"{source}: {len(wrong)} weights do not fit {name} ({wrong[0]} ...); save it again")
     remember_weights(host_of(model), model, again=True)
     log_filters("loaded", model, filters_of(model), source)
@@ -101,11 +101,11 @@ def _check_arguments(source: str | Path, name: object, args: object) -> None:
         raise GraphFilterError(f"{source}: its config.json names {shown(name)}, which is no architecture of timm")
     module = sys.modules[model_entrypoint(name).__module__]
     classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
-    starts = {base.__dict__.get("__init__", object.__init__) for c in classes for base in c.__mro__}
-    known = {argument for start in starts for argument in inspect.signature(start).parameters} - _NEVER
+    inits = {base.__dict__.get("__init__", object.__init__) for c in classes for base in c.__mro__}
+    known = {argument for init in inits for argument in inspect.signature(init).parameters} - _NEVER
     if not isinstance(args, dict) or (unknown := [key for key in args if key not in known]):
-        wrong = shown(unknown[0] if isinstance(args, dict) else args)
+        wrong_argument = shown(unknown[0] if isinstance(args, dict) else args)
         raise GraphFilterError(
-            f"{source}: model_args of its config.json holds {wrong}, which the class of {name} does not take: "
+            f"{source}: model_args of its config.json holds {wrong_argument}, which the class of {name} does not take: "
             "remove it, or pass it to load_timm_model if you trust it"
         )

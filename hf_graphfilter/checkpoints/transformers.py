@@ -113,8 +113,8 @@ def _load_by_record(
     _check_coefficients(model, info, path)
     remember_weights(host_of(model), model, again=True)
     if renamings:  # so that saving does not rename them back
-        used = vars(model)["_weight_conversions"]
-        vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
+        conversions = vars(model)["_weight_conversions"]
+        vars(model)["_weight_conversions"] = [conversion for conversion in conversions if conversion not in renamings]
     log_filters("loaded", model, filters_of(model), path)
     return info, index
 
@@ -126,21 +126,21 @@ def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, 
     """
     names = {name for _, graph_filter in filters_of(model) for name in graph_filter.coefficient_names()}
 
-    def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def read_coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         # without the weights of filters, which may be large or quantized
         parts = [(key, key.partition(f".{CHILD}.")[2]) for key in keys]
         return {relative_name(model, key): read(key) for key, name in parts if name in names}
 
     # leave out tensors that ZeRO-3 has partitioned: they are empty here
     local = {k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")}
-    wanted = coefficients(local, local.__getitem__)
+    targets = read_coefficients(local, local.__getitem__)
     if state_dict is not None:
-        check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
+        check_values(read_coefficients(state_dict, state_dict.__getitem__), targets, "state_dict")
         return
     for file in files:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                check_values(coefficients(opened.keys(), opened.get_tensor), wanted, file)
+                check_values(read_coefficients(opened.keys(), opened.get_tensor), targets, file)
 
 
 def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
@@ -150,12 +150,15 @@ def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
     sites = resolve(host, model, names)
     complete = len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites})
     check_resolved(host, model, names, sites, complete)
-    renamed = {name: now for name, site in sites.items() if (now := relative_name(model, site.name)) != name}
-    if renamed:
-        groups = [{**g, "modules": [renamed.get(name, name) for name in g["modules"]]} for g in record["filters"]]
+    new_names = {
+        name: new_name for name, site in sites.items() if (new_name := relative_name(model, site.name)) != name
+    }
+    if new_names:
+        groups = [{**g, "modules": [new_names.get(name, name) for name in g["modules"]]} for g in record["filters"]]
         setattr(model.config, CHILD, {**record, "filters": groups})
     return [
-        WeightRenaming(rf"(?<![^.]){re.escape(name)}\.{CHILD}\.", f"{now}.{CHILD}.") for name, now in renamed.items()
+        WeightRenaming(rf"(?<![^.]){re.escape(name)}\.{CHILD}\.", f"{new_name}.{CHILD}.")
+        for name, new_name in new_names.items()
     ]
 
 
@@ -183,9 +186,9 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
     marker = f".{CHILD}."
     unexpected = sorted(k for k in info.unexpected_keys if marker in k)
     owners = {relative_name(model, name) for name, _ in model.named_modules()} if unexpected else set()
-    owned = {k: relative_name(model, k.split(marker)[0]) for k in unexpected}
-    owners |= {*resolve(host_of(model), model, owned.values())}
-    if lost := [k for k in unexpected if owned[k] in owners]:
+    owner_by_key = {k: relative_name(model, k.split(marker)[0]) for k in unexpected}
+    owners |= {*resolve(host_of(model), model, owner_by_key.values())}
+    if lost_keys := [k for k in unexpected if owner_by_key[k] in owners]:
         advice = (
             f"load it with the class that was saved, {model.config.architectures}"
             if read_record(model)
@@ -193,8 +196,8 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
             "from it; if only a part of the model was patched, patch the whole model with layers= and save it again"
         )
         raise GraphFilterError(
-            f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "
-            f"{len(lost) - 1} more): {advice}"
+            f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost_keys[0]} and "
+            f"{len(lost_keys) - 1} more): {advice}"
         )
     missing = {k for k in info.missing_keys if marker in k}
     expected: dict[str, set[str]] = {}
@@ -229,7 +232,7 @@ def _refuse_lost_filters(
         if not marker or not key.startswith(prefix):
             continue
         saved_shapes.setdefault((owner, _copy_of(name)), {})[name] = getattr(state_dict[key], "shape", ())
-    for (owner, copied), shapes in saved_shapes.items():
+    for (owner, copy_name), shapes in saved_shapes.items():
         try:
             module = self.get_submodule(owner)
         except AttributeError:
@@ -239,13 +242,16 @@ def _refuse_lost_filters(
                 f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: first "
                 "patch it as it was when they were saved, with patch_model or load_filter"
             )
-        own_shapes = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
-        other = any(own_shapes.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): partitioned by ZeRO-3
-        if other and not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules()):  # FSDP: in pieces
-            saved, ours = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own_shapes))
+        own_shapes = {
+            k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copy_name
+        }
+        differs = any(own_shapes.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): partitioned by ZeRO-3
+        # FSDP: in pieces
+        if differs and not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules()):
+            saved, current = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own_shapes))
             raise GraphFilterError(
                 f"the weights at {owner} are those of another filter, with {saved}, and that of this "
-                f"{type(self).__name__} has {ours or 'no such copy'}: patch it as it was when they were saved"
+                f"{type(self).__name__} has {current or 'no such copy'}: patch it as it was when they were saved"
             )
     original(self, state_dict, prefix, *args, **kwargs)
 

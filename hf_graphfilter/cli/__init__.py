@@ -113,8 +113,8 @@ def demo(
 
     output = output or Path("runs/demo" if seeds else "runs/first-look")
     check_output(output)
-    given = {"rows": rows, "minutes": minutes}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    numbers = {"rows": rows, "minutes": minutes}
+    options: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     plan = None if seeds else plan_first_look(Console())
     with plan.part() if plan else nullcontext():
         from transformers.utils import logging

@@ -56,15 +56,15 @@ def keep_progress(progress: Path) -> Iterator[None]:
     """Say what progress is kept if a fit inside the ``with`` block is interrupted or fills the disk."""
     from ..fitting.checkpoint import is_kept
 
-    resumes = f"progress is kept in {progress}, and the same command resumes"
+    note = f"progress is kept in {progress}, and the same command resumes"
     try:
         yield
     except KeyboardInterrupt:
-        state = resumes if is_kept(progress) else "nothing was fitted yet"
+        state = note if is_kept(progress) else "nothing was fitted yet"
         print(f"hf-graphfilter: interrupted: {state}", file=sys.stderr)
         raise typer.Exit(130) from None
     except OSError as error:
-        raise GraphFilterError(f"{message_of(error)}; {resumes}" if is_kept(progress) else message_of(error)) from error
+        raise GraphFilterError(f"{message_of(error)}; {note}" if is_kept(progress) else message_of(error)) from error
 
 
 def message_of(error: Exception) -> str:
@@ -113,8 +113,8 @@ def load(
 
     config = load_config(source, patched)
     if auto_class is None:
-        named = config.architectures if isinstance(config.architectures, list) else []
-        auto_class = next((name for name in named if class_of(name)), "AutoModel")
+        class_names = config.architectures if isinstance(config.architectures, list) else []
+        auto_class = next((name for name in class_names if class_of(name)), "AutoModel")
     model_class: Any = class_of(auto_class) or getattr(transformers, auto_class, None)
     if not {PreTrainedModel, _BaseAutoModelClass} & {*getattr(model_class, "__mro__", ())}:
         raise GraphFilterError(f"transformers has no model class {auto_class!r}")
@@ -177,11 +177,11 @@ def save_modules(source: str, output: Path) -> None:
     from huggingface_hub import snapshot_download
     from transformers.utils import cached_file
 
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if (listed := cached_file(source, "modules.json", **quiet, **hub_options(source))) is None:
+    quiet_options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if (list_file := cached_file(source, "modules.json", **quiet_options, **hub_options(source))) is None:
         return
     try:
-        paths = [module["path"] for module in json.loads(Path(listed).read_text())]
+        paths = [module["path"] for module in json.loads(Path(list_file).read_text())]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise GraphFilterError(f"modules.json of {source} is no list of modules: {shown(error)}") from error
     folders = [path for path in paths if path != ""]  # "" is the source folder itself
@@ -197,14 +197,14 @@ def save_modules(source: str, output: Path) -> None:
         else Path(snapshot_download(source, allow_patterns=patterns, **hub_options(source)))
     )
     for file in [file for pattern in patterns for file in root.glob(pattern) if file.is_file()]:
-        place = file.resolve()
+        real_file = file.resolve()
         # the cache of the Hub holds links to the files of the same repository
-        inside = [root.resolve(), *([root.resolve().parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
-        if not any(place.is_relative_to(folder) for folder in inside):
+        roots = [root.resolve(), *([root.resolve().parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+        if not any(real_file.is_relative_to(folder) for folder in roots):
             raise GraphFilterError(f"{file} is a link to a file outside {source}: put the file itself there")
-        copied = output / file.relative_to(root)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(place, copied)
+        target = output / file.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(real_file, target)
 
 
 def show_status(model: Any) -> None:

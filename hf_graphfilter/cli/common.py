@@ -13,7 +13,7 @@ from ..errors import GraphFilterError
 SAVING = ("patch", "unpatch", "linearize", "convert", "transfer", "load-filter")
 FLAGS = ("--revision", "--token", "--device", "--push-to-hub")
 _revision: list[str] = []
-_saved: list[Path] = []
+_saved_folders: list[Path] = []
 
 
 def move_to_front(argv: list[str]) -> list[str]:
@@ -49,17 +49,17 @@ def move_to_front(argv: list[str]) -> list[str]:
 def begin(revision: str | None) -> None:
     """Set the revision, and forget the directories that an earlier command saved."""
     _revision[:] = filter(None, [revision])
-    _saved.clear()
+    _saved_folders.clear()
 
 
 @contextmanager
 def no_revision() -> Iterator[None]:
     """Ignore ``--revision`` inside the ``with`` block, since it belongs to another checkpoint."""
-    asked, _revision[:] = [*_revision], []
+    requested, _revision[:] = [*_revision], []
     try:
         yield
     finally:
-        _revision[:] = asked
+        _revision[:] = requested
 
 
 def from_source(kind: Any, source: str, **options: Any) -> Any:
@@ -80,7 +80,7 @@ def hub_options(source: str) -> dict[str, Any]:
 
 def note_saved(output: Path) -> None:
     """Note a directory that a verb has written."""
-    _saved.append(output)
+    _saved_folders.append(output)
 
 
 def check_push(repo_id: str | None, verb: str | None) -> None:
@@ -106,7 +106,7 @@ def push(repo_id: str | None) -> None:
     """
     if repo_id is None:
         return
-    if not _saved:
+    if not _saved_folders:
         raise GraphFilterError("--push-to-hub: this verb saves no checkpoint")
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -114,7 +114,7 @@ def push(repo_id: str | None) -> None:
     api = HfApi()
     try:
         name = api.create_repo(repo_id, exist_ok=True).repo_id
-        api.upload_folder(repo_id=name, folder_path=_saved[-1], ignore_patterns=[".*"])
+        api.upload_folder(repo_id=name, folder_path=_saved_folders[-1], ignore_patterns=[".*"])
     except HfHubHTTPError as error:
-        raise GraphFilterError(f"{_saved[-1]} is saved, but cannot be pushed to {repo_id}: {error}") from error
+        raise GraphFilterError(f"{_saved_folders[-1]} is saved, but cannot be pushed to {repo_id}: {error}") from error
     Console().print(f"pushed to {name}")

@@ -121,15 +121,16 @@ def linearize(
     if timed and images:
         raise GraphFilterError("--speed measures models of text, by length: omit it with --images")
     parse_share(layers)
-    shares, of_filter = parse_options(stages or []), parse_options(options or [])
+    shares, filter_options = parse_options(stages or []), parse_options(options or [])
     if wrong := [f"{k}={v}" for k, v in shares.items() if not isinstance(v, (int, float))]:
         raise GraphFilterError(f"--stage {wrong[0]}: the share is a number, for instance attention=0.7")
-    if taken := [name for name in of_filter if name in inspect.signature(fit).parameters]:
+    if reserved_names := [name for name in filter_options if name in inspect.signature(fit).parameters]:
         raise GraphFilterError(
-            f"--option {taken[0]}: --option is for options of the filter; see linearize --help for the others"
+            f"--option {reserved_names[0]}: --option is for options of the filter; see linearize --help for the others"
         )
     read_shares(shares or None, budget)
-    read_config(filter, of_filter | ({"keep": None} if "keep" in of_filter else {}))  # `fit` reads a share of heads
+    # `fit` reads a share of heads
+    read_config(filter, filter_options | ({"keep": None} if "keep" in filter_options else {}))
     check_output(output, source)
     check_card(output / "README.md", force)
     if images is None:
@@ -139,9 +140,9 @@ def linearize(
         config = load_config(source)
         size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
         sides = zip(*(x if isinstance(x, (list, tuple)) else (x, x) for x in (size, patch)), strict=True)
-        patches = math.prod(max(1, side // of_patch) for side, of_patch in sides)
+        patches = math.prod(max(1, side // patch_side) for side, patch_side in sides)
         batches = Images(source, images, max(1, (batch or length) // patches))
-    model, first = place(load(source, auto_class, dtype=dtype))
+    model, is_first = place(load(source, auto_class, dtype=dtype))
     progress = output / PROGRESS
     torch.manual_seed(seed)
     with keep_progress(progress):
@@ -160,10 +161,10 @@ def linearize(
             precision=precision,
             gradient_checkpointing=gradient_checkpointing,
             checkpoint=progress,
-            progress=first,
-            **of_filter,
+            progress=is_first,
+            **filter_options,
         )
-    if not first:
+    if not is_first:
         raise typer.Exit  # also skips what follows a verb, such as --push-to-hub, in all processes but the first
     save(model, source, output, show=False)
     base = None if Path(source).is_dir() else source

@@ -59,13 +59,13 @@ def patch(
     from ..patching.patch import patch_model
 
     torch.manual_seed(seed)
-    config, chosen = as_config(filter, **parse_options(options or [])), parse_layers(layers)
+    config, layer_choice = as_config(filter, **parse_options(options or [])), parse_layers(layers)
     check_output(output, source)
-    model = load(source, auto_class, make=lambda model: patch_model(model, config, layers=chosen, stack=stack))
+    model = load(source, auto_class, make=lambda model: patch_model(model, config, layers=layer_choice, stack=stack))
     save(model, source, output)
     if not config.starts_as_original:
-        fit = "hf-graphfilter transfer" if model.main_input_name == "input_ids" else "transfer_attention"
-        Console().print(f"its outputs differ from the original's: fit it with {fit}, or fine-tune it")
+        tool = "hf-graphfilter transfer" if model.main_input_name == "input_ids" else "transfer_attention"
+        Console().print(f"its outputs differ from the original's: fit it with {tool}, or fine-tune it")
 
 
 def unpatch(source: Source, output: Output, auto_class: AutoClass = None) -> None:
@@ -106,20 +106,20 @@ def transfer(
     from ..fitting.checkpoint import remove
 
     check_output(output, source)
-    reads_both = load_config(source, patched=True).is_encoder_decoder
+    encoder_decoder = load_config(source, patched=True).is_encoder_decoder
     tokenizer, files = tokenizer_of(source), [file.read_text(errors="replace") for file in text]
     encoded = [tokenizer(file, add_special_tokens=False, verbose=False)["input_ids"] for file in files]
-    ids = torch.tensor([i for one in encoded for i in one])
+    ids = torch.tensor([i for tokens in encoded for i in tokens])
     windows = ids[: len(ids) // length * length].view(-1, length)
     windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
     batches: list[Any] = list(windows.split(batch_size))
-    batches, held = [add_decoder_inputs({"input_ids": ids}) for ids in batches] if reads_both else batches, 4
-    if len(batches) <= held:
+    batches, holdout = [add_decoder_inputs({"input_ids": ids}) for ids in batches] if encoder_decoder else batches, 4
+    if len(batches) <= holdout:
         raise GraphFilterError(
             f"the text gives {len(windows)} windows of {length} tokens, {len(batches)} batches of {batch_size}, and "
-            f"{held + 1} are needed ({held} to measure on): give more text, or a smaller --batch-size or --length"
+            f"{holdout + 1} are needed ({holdout} to measure on): give more text, or a smaller --batch-size or --length"
         )
-    (model, first), progress = place(load(source, auto_class, patched=True)), output / ".transfer"
+    (model, is_first), progress = place(load(source, auto_class, patched=True)), output / ".transfer"
     with keep_progress(progress):
         report = transfer_attention(
             model,
@@ -128,10 +128,10 @@ def transfer(
             lr=lr,
             filter_lr=10 * lr,
             end_to_end=end_to_end,
-            holdout=held,
+            holdout=holdout,
             checkpoint=progress,
         )
-    if not first:
+    if not is_first:
         raise typer.Exit
     save(model, source, output, show=False)
     remove(progress)  # none is kept of a fit that became non-finite
@@ -226,17 +226,17 @@ def filters(
     from ..filters.core.overview import summary
 
     declared = [] if name else [entry.name for entry in metadata.entry_points(group="hf_graphfilter.filters")]
-    for known in [name] if name else sorted({*available_filters(), *declared}):
-        config_class = get_filter(known)
-        Console().print(f"[bold]{escape(known)}[/bold]  {escape(summary(config_class))}")
+    for filter_name in [name] if name else sorted({*available_filters(), *declared}):
+        config_class = get_filter(filter_name)
+        Console().print(f"[bold]{escape(filter_name)}[/bold]  {escape(summary(config_class))}")
         if config_class.formula:
             Console().print(escape(f"{config_class.formula} ({config_class.cost})"), highlight=False)
         rows = []
         for option, (kind, default) in options(config_class).items():
             start = "must be given" if default is dataclasses.MISSING else default
             # as on the command line: without quotes, and with lists instead of tuples
-            words = kind.removeprefix("one of ").replace("'", "").replace("tuple", "list")
-            rows.append([option, start if isinstance(start, str) else json.dumps(start), words])
+            values = kind.removeprefix("one of ").replace("'", "").replace("tuple", "list")
+            rows.append([option, start if isinstance(start, str) else json.dumps(start), values])
         Console().print(table(["option", "default", "value"], rows) if rows else "no options")
 
 

@@ -63,9 +63,11 @@ def report(
     with no_revision():  # --revision belongs to the checkpoint
         reference = load(against, auto_class).to(device) if against else None
     progress = partial(tqdm, desc="measuring", leave=False, disable=None)
-    cut = length if images is None else None
+    max_length = length if images is None else None
     title = Path(source).name
-    result = measured(model, batches, reference, title=title, conversion=conversion, progress=progress, max_length=cut)
+    result = measured(
+        model, batches, reference, title=title, conversion=conversion, progress=progress, max_length=max_length
+    )
     page = result.to_html(output)
     result.save_figures(output.with_suffix(""))
     output.with_suffix(".json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")

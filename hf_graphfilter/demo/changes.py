@@ -33,14 +33,14 @@ class Changes:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return (header, rows) as text."""
-        alike = {"before": self.before, "filter": self.filtered}
+        similarities = {"before": self.before, "filter": self.filtered}
         if self.baseline:
-            alike["baseline"] = self.baseline
-        header = ["layer", "w_K before", "w_K after", "range after", *(f"alike: {name}" for name in alike)]
+            similarities["baseline"] = self.baseline
+        header = ["layer", "w_K before", "w_K after", "range after", *(f"alike: {name}" for name in similarities)]
         rows = []
         for layer, w in enumerate(self.coefficients):
-            after = [f"{round(float(w.mean()), 3) + 0.0:+.3f}", f"{w.min():+.3f} to {w.max():+.3f}"]
-            rows.append([str(layer + 1), "0", *after, *(f"{values[layer]:.2f}" for values in alike.values())])
+            cells = [f"{round(float(w.mean()), 3) + 0.0:+.3f}", f"{w.min():+.3f} to {w.max():+.3f}"]
+            rows.append([str(layer + 1), "0", *cells, *(f"{values[layer]:.2f}" for values in similarities.values())])
         return header, rows
 
     def to_dict(self) -> dict[str, Any]:

@@ -88,14 +88,14 @@ def fine_tune(
     options = {"train_dataset": train, "data_collator": collator, "optimizer_cls_and_kwargs": optimizer}
     trainer: Any = Trainer(model, args, callbacks=[callback], **options)
     trainer.remove_callback(PrinterCallback)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - begun
-    predicted = torch.as_tensor(trainer.predict(test).predictions).flatten()
+    seconds = time.perf_counter() - start
+    predictions = torch.as_tensor(trainer.predict(test).predictions).flatten()
     ratings = torch.tensor(test.ratings)
     return {
-        "pearson": torch.corrcoef(torch.stack([predicted, ratings]))[0, 1].item(),
-        "accuracy": ((predicted > 0) == (ratings > 0)).float().mean().item(),
+        "pearson": torch.corrcoef(torch.stack([predictions, ratings]))[0, 1].item(),
+        "accuracy": ((predictions > 0) == (ratings > 0)).float().mean().item(),
         "seconds": seconds,
         "steps": trainer.state.global_step,
     }
@@ -142,9 +142,9 @@ def save_checkpoint(
         description=f"## Training\n\n{description}",
     )
     card.save(checkpoint / "README.md")
-    again = AutoModelForSequenceClassification.from_pretrained(checkpoint).to(model.device)
+    reloaded = AutoModelForSequenceClassification.from_pretrained(checkpoint).to(model.device)
     batch: Any = DataCollatorWithPadding(tokenizer)(list(test[:32]))
     batch.to(model.device)
-    if not torch.equal(model.eval()(**batch).logits, again(**batch).logits):
+    if not torch.equal(model.eval()(**batch).logits, reloaded(**batch).logits):
         raise GraphFilterError(f"{checkpoint} loads with other outputs than were saved")
     return checkpoint

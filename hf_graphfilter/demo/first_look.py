@@ -108,8 +108,8 @@ class FirstLook:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.source)
         snippets = load_snippets()
         order = torch.randperm(len(snippets), generator=torch.Generator().manual_seed(0)).tolist()
-        chosen = [snippets[i] for i in order[: TEST_ROWS + self.rows]]
-        self.test, self.train = (Snippets(part, self.tokenizer) for part in (chosen[:TEST_ROWS], chosen[TEST_ROWS:]))
+        subset = [snippets[i] for i in order[: TEST_ROWS + self.rows]]
+        self.test, self.train = (Snippets(part, self.tokenizer) for part in (subset[:TEST_ROWS], subset[TEST_ROWS:]))
         self.args = self._arguments(1)
         self.model = self._build()
         layers, heads = self.model.config.num_hidden_layers, self.model.config.num_attention_heads
@@ -140,22 +140,22 @@ class FirstLook:
             f"cosine of two tokens here is {before[0]:.2f} after layer 1 and {before[-1]:.2f} after the last one."
         )
         seconds = STEP_WITH_OPTIMIZER * self._time_step()
-        beside = 2 * BESIDE_TRAINING * seconds
-        fitting = int((self.seconds - self.plan.elapsed() - beside) / (2 * seconds))
-        steps = min(max(fitting, FEWEST_STEPS), len(self.train) // BATCH)
+        overhead = 2 * BESIDE_TRAINING * seconds
+        affordable_steps = int((self.seconds - self.plan.elapsed() - overhead) / (2 * seconds))
+        steps = min(max(affordable_steps, FEWEST_STEPS), len(self.train) // BATCH)
         self.args = self._arguments(steps)
         self.plan.say(f"A training step takes {seconds:.2f} s here now, so each model gets {steps} steps.")
-        self.plan.say(f"The demo should end in about {say_duration(2 * seconds * steps + beside)}.")
+        self.plan.say(f"The demo should end in about {say_duration(2 * seconds * steps + overhead)}.")
 
     def fine_tune(self) -> None:
         """Fine-tune the patched model; stop early if the machine has become slow."""
-        last = 1.2 * self.seconds
+        deadline = 1.2 * self.seconds
         optimizer = filter_optimizer(self.args, self.filter_lr)
-        self.filtered = self._train(self.model, "with filter", optimizer, lambda step: self.plan.elapsed() > last)
+        self.filtered = self._train(self.model, "with filter", optimizer, lambda step: self.plan.elapsed() > deadline)
         self.changes.coefficients = read_coefficients(self.model)
-        farthest = max(float(w.abs().max()) for w in self.changes.coefficients)
+        largest = max(float(w.abs().max()) for w in self.changes.coefficients)
         self.plan.say(
-            f"{self.filtered['steps']} steps are done. Every w_K began at 0; the largest is now {farthest:.3f} in size."
+            f"{self.filtered['steps']} steps are done. Every w_K began at 0; the largest is now {largest:.3f} in size."
         )
 
     def save(self) -> None:
@@ -172,12 +172,12 @@ class FirstLook:
 
     def fine_tune_baseline(self) -> None:
         """Fine-tune the unpatched model for the same steps on the same snippets, or leave it out if time is up."""
-        steps, last = self.filtered["steps"], 2 * self.seconds
-        if self.plan.elapsed() + self.filtered["seconds"] > last:
+        steps, deadline = self.filtered["steps"], 2 * self.seconds
+        if self.plan.elapsed() + self.filtered["seconds"] > deadline:
             self.plan.say("This machine is busy, and the time is up: the baseline is left out.")
             return
         model = self._build()
-        scores = self._train(model, "baseline", None, lambda step: step >= steps or self.plan.elapsed() > last)
+        scores = self._train(model, "baseline", None, lambda step: step >= steps or self.plan.elapsed() > deadline)
         if scores["steps"] < steps:
             self.plan.say("This machine became busy, and the time is up: the baseline is left out.")
             return

@@ -65,20 +65,20 @@ def run_demo(
     order = torch.randperm(len(snippets), generator=torch.Generator().manual_seed(0)).tolist()
     test = Snippets([snippets[i] for i in order[:TEST_ROWS]], tokenizer)
     train = Snippets([snippets[i] for i in order[TEST_ROWS : TEST_ROWS + rows]], tokenizer)
-    asked = "" if len(train) == rows else f" (all there are, {rows:,} were asked for)"
-    console.print(f"all-MiniLM-L6-v2 on {len(train):,} movie-review snippets{asked}, tested on {len(test):,} others")
+    note = "" if len(train) == rows else f" (all there are, {rows:,} were asked for)"
+    console.print(f"all-MiniLM-L6-v2 on {len(train):,} movie-review snippets{note}, tested on {len(test):,} others")
 
     runs: list[dict[str, Any]] = []
     for seed in range(1, seeds + 1):
-        begun = time.perf_counter()
+        pair_start = time.perf_counter()
         for variant in VARIANTS:
             model, args = build_model(source, variant, seed, K), quiet_arguments(output / "trainer", seed)
             optimizer = filter_optimizer(args, filter_lr) if variant == "gfsa" else None
             with show_bar(console, f"seed {seed}, {VARIANTS[variant]:8}", count_batches(args, train, test)) as advance:
                 scores = fine_tune(model, args, train, test, tokenizer, optimizer, StepCallback(advance))
             runs.append({"variant": variant, "seed": seed, **scores})
-        pair = time.perf_counter() - begun
-        if seed < seeds and time.perf_counter() - started + pair > minutes * 60:
+        pair_seconds = time.perf_counter() - pair_start
+        if seed < seeds and time.perf_counter() - started + pair_seconds > minutes * 60:
             console.print(f"stopping after {seed} of {seeds} seeds: the next pair would go over {minutes:g} minutes")
             break
 

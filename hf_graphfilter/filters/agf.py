@@ -61,9 +61,9 @@ class AGF(ReplacingFilter):
         polynomial = config.singular_values == "polynomial"
         order = config.K if polynomial else 0
         self.steps = recurrence(config.basis, order, config.a, config.b)
-        learned = order + (not config.constrain_theta) if polynomial else 0
-        shape = (learned,) if config.theta == "shared" else (site.heads, learned)
-        self.theta = nn.Parameter(torch.empty(shape)) if learned else None
+        count = order + (not config.constrain_theta) if polynomial else 0
+        shape = (count,) if config.theta == "shared" else (site.heads, count)
+        self.theta = nn.Parameter(torch.empty(shape)) if count else None
         self.sigma = nn.Linear(site.hidden_size, inner, bias=False) if order else None
         self.singular = None
         if config.singular_values == "learned":
@@ -98,8 +98,8 @@ class AGF(ReplacingFilter):
             return torch.ones(1)
         if not self.config.constrain_theta:
             return self.theta
-        one = self.theta.new_ones(*self.theta.shape[:-1], 1)
-        return torch.cat([one, self.theta.tanh()], -1)
+        theta_0 = self.theta.new_ones(*self.theta.shape[:-1], 1)
+        return torch.cat([theta_0, self.theta.tanh()], -1)
 
     def coefficients(self) -> dict[str, Tensor]:
         """Return ``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and a blend's ``gate``.
@@ -113,10 +113,10 @@ class AGF(ReplacingFilter):
         return by_order if self.gate is None else {**by_order, "gate": self.gate}
 
     def learned_coefficients(self) -> dict[str, Tensor]:
-        learned = super().learned_coefficients()
+        coefficients = super().learned_coefficients()
         if self.config.constrain_theta:
-            learned.pop("theta_0", None)  # 1 always
-        return learned
+            coefficients.pop("theta_0", None)  # 1 always
+        return coefficients
 
     def singular_response(self, values: Tensor) -> Tensor | None:
         """Return ``sum_k theta_k T_k(sigma)`` (Eq. 9)."""
@@ -134,8 +134,8 @@ class AGF(ReplacingFilter):
             )
         key, value = (repeat_heads(x[:, :, -tokens:], heads) for x in (shift.key, value))
         assert shift.hidden is not None
-        made_of = self.correct_u if self.sigma is None else self.sigma
-        hidden = shift.hidden if made_of is None else in_dtype_of(made_of, shift.hidden)
+        projection = self.correct_u if self.sigma is None else self.sigma
+        hidden = shift.hidden if projection is None else in_dtype_of(projection, shift.hidden)
         u, v = shift.query, key
         if self.correct_u is not None and self.correct_v is not None:
             u, v = u + self._split(self.correct_u(hidden)), v + self._split(self.correct_v(hidden))
@@ -148,14 +148,14 @@ class AGF(ReplacingFilter):
         state = shift.state
         causal = causal or state is not None
         if self.config.rho != "softmax":
-            out = self._without_softmax(left, v, value, keys, causal, state)
+            out = self._filter_without_softmax(left, v, value, keys, causal, state)
         elif not causal:
             out = spectral.filter_all(left, v, value, keys)
         else:
-            past = spectral.CausalState(state["mass"], state["mean"]) if state else None
-            out, after = spectral.filter_causal(left, v, value, keys, past, goes_on=state is not None)
-            if state is not None and after is not None:
-                state.update(after._asdict())
+            past_state = spectral.CausalState(state["mass"], state["mean"]) if state else None
+            out, next_state = spectral.filter_causal(left, v, value, keys, past_state, goes_on=state is not None)
+            if state is not None and next_state is not None:
+                state.update(next_state._asdict())
         return self.penalised(
             out,
             orthogonality=lambda norm="mean_abs": functional.orthogonality_loss(
@@ -163,7 +163,7 @@ class AGF(ReplacingFilter):
             ),
         )
 
-    def _without_softmax(
+    def _filter_without_softmax(
         self,
         left: spectral.Left,
         v: Tensor,

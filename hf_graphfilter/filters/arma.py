@@ -52,15 +52,15 @@ class ARMA(PowerSeries):
         """The poles b_p, (heads, order)."""
         starts = map(math.atanh, self.config.spread())
         # column by column: numbers add to the shards of FSDP2 too
-        moved = [shift + start for shift, start in zip(self.shift_of_pole.unbind(1), starts, strict=True)]
-        return self.config.bound * torch.stack(moved, 1).tanh()
+        raw_poles = [shift + start for shift, start in zip(self.shift_of_pole.unbind(1), starts, strict=True)]
+        return self.config.bound * torch.stack(raw_poles, 1).tanh()
 
     def coefficients(self) -> dict[str, Tensor]:
         """Return ``r_1``, ``b_1`` and so on, each (heads,)."""
-        found: dict[str, Tensor] = {}
+        coefficients: dict[str, Tensor] = {}
         for p, (r, b) in enumerate(zip(self.residue.detach().unbind(1), self.poles.detach().unbind(1), strict=True), 1):
-            found |= {f"r_{p}": r, f"b_{p}": b}
-        return found
+            coefficients |= {f"r_{p}": r, f"b_{p}": b}
+        return coefficients
 
     def series(self, dtype: torch.dtype) -> Tensor:
         k = torch.arange(self.config.steps + 1, device=self.residue.device)

@@ -44,8 +44,8 @@ class AttnScale(PerHead):
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         attended, mean = shift(value), repeat_heads(shift.mean(value), len(self.scale))
-        one = torch.ones_like(self.scale)
-        return combine([(one, attended), (self.scale, attended - mean)])
+        ones = torch.ones_like(self.scale)
+        return combine([(ones, attended), (self.scale, attended - mean)])
 
 
 @register_filter("attnscale")

@@ -49,25 +49,25 @@ class ContraNorm(PerHead):
         shift.exact = known_zero(self.s)
         out = shift(value)
         rows = shift.all_rows(out)
-        seen, causal = shift.seen()
+        mask, causal = shift.seen()
         options: dict[str, Any] = {"scale": 1 / self.config.temperature}
         query = self._limit(out)
         key = query if rows is out else self._limit(rows)
         coefficients = 1 + self.s, -self.s
-        joint = polynomial_form(query, key, rows, seen, coefficients, causal=causal, exact=shift.exact, **options)
-        if joint is not None:
-            return joint[0]
-        alike = scaled_dot_product_attention(query, key, rows, seen, is_causal=causal, **options)
-        return combine([*zip(coefficients, (out, alike), strict=True)])
+        result = polynomial_form(query, key, rows, mask, coefficients, causal=causal, exact=shift.exact, **options)
+        if result is not None:
+            return result[0]
+        similarity_mean = scaled_dot_product_attention(query, key, rows, mask, is_causal=causal, **options)
+        return combine([*zip(coefficients, (out, similarity_mean), strict=True)])
 
     def _limit(self, signal: Tensor) -> Tensor:
         """Clamp a signal where its similarities would leave float32; the softmax of those would be NaN."""
-        most = self._largest(signal)
+        bound = self._largest(signal)
         if on_plain_cpu(signal) and signal.numel():
             lowest, highest = signal.detach().aminmax()
-            if -most <= lowest and highest <= most:
+            if -bound <= lowest and highest <= bound:
                 return signal
-        return signal.clamp(-most, most)
+        return signal.clamp(-bound, bound)
 
     def _largest(self, signal: Tensor) -> float:
         """Return the largest number whose similarities float32 can hold."""

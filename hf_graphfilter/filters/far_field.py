@@ -108,7 +108,7 @@ class FarField(KeepingFilter):
         causal: bool,
     ) -> Tensor:
         """Filter any number of tokens, after those of the memory."""
-        block, state, masked, begin = self.config.window, memory.state, is_token is not None, memory.newest
+        block, state, has_mask, begin = self.config.window, memory.state, is_token is not None, memory.newest
         sinks = memory.find_sinks(key, value, is_token)
         is_token = key.new_ones(1, key.shape[2], dtype=torch.bool) if is_token is None else is_token
         key, value, is_token = memory.join(key, value, is_token)
@@ -118,44 +118,44 @@ class FarField(KeepingFilter):
             missing = 2 * block - total % block
         keys, values = (split_blocks(pad_tokens(x, 0, missing), block) for x in (key, value))
         is_token = functional.pad(is_token, (0, missing))
-        at = torch.arange(is_token.shape[1], device=key.device)
-        is_far = (is_token & ~(sinks.at[..., None] == at).any(1)).unflatten(1, (-1, block))
-        past = FarMeans(state["mass"], state["mean"]) if "mass" in state else None
+        positions = torch.arange(is_token.shape[1], device=key.device)
+        is_far = (is_token & ~(sinks.at[..., None] == positions).any(1)).unflatten(1, (-1, block))
+        past_means = FarMeans(state["mass"], state["mean"]) if "mass" in state else None
         logits = split_blocks(self.map_key(keys.flatten(2, 3), self.part), block)
         count, exact = block_attention.count_far(is_far, causal), None
         if self.config.memory:
             self._check_order(causal)
-            means, exact = remember_blocks(self.config.memory, keys, values, logits, is_far, past, memory.exact)
+            means, exact = remember_blocks(self.config.memory, keys, values, logits, is_far, past_means, memory.exact)
             count = count - exact.there.sum(-1)
             count = count if memory.exact is None else count + memory.exact.there.sum(-1, keepdim=True)
         else:
             logits = logits.masked_fill(~is_far[:, None, ..., None], block_attention.NEVER)
-            means = block_attention.far_of_blocks(block_attention.summarize_blocks(logits, values), past, causal)
+            means = block_attention.far_of_blocks(block_attention.summarize_blocks(logits, values), past_means, causal)
         count = count + state["log_count"][..., 0].exp() if "mass" in state else count
 
         by_block = partial(group_queries, groups=key.shape[1], before=begin, after=missing, block=block)
-        left = by_block(self.map_query(shift.query, self.part).softmax(-1))
-        out = (left.flatten(3, 4) @ means.mean.to(left.dtype)).unflatten(3, left.shape[3:5])
+        query_weights = by_block(self.map_query(shift.query, self.part).softmax(-1))
+        out = (query_weights.flatten(3, 4) @ means.mean.to(query_weights.dtype)).unflatten(3, query_weights.shape[3:5])
         if self.switched_off != "window":
             assert shift.hidden is not None
             assert self.outside is not None
             estimate = self.part.take(self.outside(in_dtype_of(self.outside, shift.hidden)), 2).mT.unsqueeze(-1)
             estimate = by_block(spectral.to_float32(estimate))[..., 0] + count.log()[:, None, :, None, None]
             estimate = torch.full_like(estimate, -torch.inf) if self.switched_off == "far" else estimate
-            there = is_token.unflatten(1, (-1, block))
-            seen_first = [sinks.seen(there.shape[1], block, causal)]
-            first = [[x[:, :, None].expand(-1, -1, there.shape[1], -1, -1)] for x in (sinks.key, sinks.value)]
+            token_blocks = is_token.unflatten(1, (-1, block))
+            sees_extra = [sinks.seen(token_blocks.shape[1], block, causal)]
+            extra = [[x[:, :, None].expand(-1, -1, token_blocks.shape[1], -1, -1)] for x in (sinks.key, sinks.value)]
             if exact is not None:
-                seen_first.append(exact.there)
-                first = [[*x, y] for x, y in zip(first, (exact.key, exact.value), strict=True)]
-            seen = block_attention.see_neighbours(there, torch.cat(seen_first, -1), causal)
+                sees_extra.append(exact.there)
+                extra = [[*x, y] for x, y in zip(extra, (exact.key, exact.value), strict=True)]
+            visible = block_attention.see_neighbours(token_blocks, torch.cat(sees_extra, -1), causal)
             near_key, near_value = (
-                torch.cat([*x, *list_neighbours(y, 2, causal)], 3) for x, y in zip(first, (keys, values), strict=True)
+                torch.cat([*x, *list_neighbours(y, 2, causal)], 3) for x, y in zip(extra, (keys, values), strict=True)
             )
             queries = by_block(shift.query)
-            out = attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
+            out = attend_fields(queries, near_key, near_value, visible, shift.scaling, estimate, out)
         if shift.state is not None:
-            memory.keep(key, value, is_token if masked else None, sinks, means, count, exact)
+            memory.keep(key, value, is_token if has_mask else None, sinks, means, count, exact)
         out = out.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2, 3)[:, begin:total]  # as projections read it
         return out.transpose(1, 2).to(value.dtype)
 
@@ -184,14 +184,14 @@ class FarField(KeepingFilter):
             state.update(key=keys, value=values)
         else:
             places = [state["exact_there"]] if "exact_there" in state else []
-            seen = torch.cat([state["sink_there"] & (state["sink_at"] < 0), *places, state["is_token"], is_token], 1)
-            scores = scores.masked_fill(~seen.repeat_interleave(groups, 0)[:, None], block_attention.NEVER)
+            visible = torch.cat([state["sink_there"] & (state["sink_at"] < 0), *places, state["is_token"], is_token], 1)
+            scores = scores.masked_fill(~visible.repeat_interleave(groups, 0)[:, None], block_attention.NEVER)
             memory.add_token(memory.find_sinks(key, value, is_token), keys, values, is_token)
         values = values.flatten(0, 1)
         if "mass" not in state or self.switched_off == "far":
             return torch.bmm(scores.softmax(-1).to(values.dtype), values).view(batch, -1, 1, values.shape[-1])
-        left = self.map_query(shift.query, self.part).softmax(-1).reshape(*query.shape[:2], -1)
-        out = torch.bmm(left, state["mean"].flatten(0, 2).to(left.dtype))
+        query_weights = self.map_query(shift.query, self.part).softmax(-1).reshape(*query.shape[:2], -1)
+        out = torch.bmm(query_weights, state["mean"].flatten(0, 2).to(query_weights.dtype))
         if self.switched_off != "window":
             assert shift.hidden is not None
             assert self.outside is not None

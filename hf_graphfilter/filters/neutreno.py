@@ -38,9 +38,9 @@ class NeuTRENO(FromFirstLayer):
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
-        own = shift.identity(value)
-        first = self.first(shift, own)
-        return combine([(torch.ones_like(self.alpha), shift(value)), (self.alpha, first - own)])
+        own_values = shift.identity(value)
+        first_values = self.first(shift, own_values)
+        return combine([(torch.ones_like(self.alpha), shift(value)), (self.alpha, first_values - own_values)])
 
 
 @register_filter("neutreno")
@@ -70,9 +70,9 @@ class NeuTRENOConfig(FromFirstLayerConfig):
 
     def check_sites(self, sites: Sequence[AttentionSite]) -> None:
         super().check_sites(sites)
-        members = Counter(site.group for site in sites)
+        group_sizes = Counter(site.group for site in sites)
         for site in sites:
-            if members[site.group] > 1 or site.stack_module is None or _runs_again(site):
+            if group_sizes[site.group] > 1 or site.stack_module is None or _runs_again(site):
                 continue
             raise GraphFilterError(
                 f"{site.name} is the first layer, whose values 'neutreno' passes on to later ones, so nothing would "

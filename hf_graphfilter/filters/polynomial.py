@@ -70,21 +70,21 @@ class Polynomial(PowerSeries):
         return {f"theta_{k}": column + start for k, (column, start) in enumerate(columns)}  # numbers add to shards too
 
     def series(self, dtype: torch.dtype) -> Tensor:
-        return self.learned.to(dtype) if self.config.basis == "monomial" else self._expanded(self.rows, dtype)
+        return self.learned.to(dtype) if self.config.basis == "monomial" else self._expand(self.rows, dtype)
 
-    def _expanded(self, rows: list[list[float]], dtype: torch.dtype) -> Tensor:
+    def _expand(self, rows: list[list[float]], dtype: torch.dtype) -> Tensor:
         """Return the learned coefficients (heads, K+1) in the basis in which row k of ``rows`` is T_k."""
-        of_other = torch.tensor(rows, dtype=dtype, device=self.theta.device)
-        return (self.learned.to(dtype)[..., None] * of_other).sum(-2)  # autocast would round a product of matrices
+        basis_change = torch.tensor(rows, dtype=dtype, device=self.theta.device)
+        return (self.learned.to(dtype)[..., None] * basis_change).sum(-2)  # autocast would round a product of matrices
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         if not self.steps or (self.in_powers and value.dtype in (torch.float32, torch.float64)):
             return super().forward(shift, value)
-        learned = self.learned if self.expansion is None else self._expanded(self.expansion, torch.float32)
-        shift.exact = known_zero(learned)
+        coefficients = self.learned if self.expansion is None else self._expand(self.expansion, torch.float32)
+        shift.exact = known_zero(coefficients)
         attended = shift(value)
-        theta = learned.t().contiguous().unbind()
+        theta = coefficients.t().contiguous().unbind()
         terms = zip(theta, applied(shift, attended, shift.identity(value), self.steps), strict=True)
         return combine([(torch.ones_like(theta[0]), attended), *terms])
 
@@ -135,10 +135,10 @@ class PolynomialConfig(FilterConfig):
         self.start()  # raises where a basis has no A
         highest = highest_order(self.basis, *self.parameters)
         if highest < self.K:
-            other = f"K <= {highest}, or basis='monomial'" if highest else "a and b nearer to 0"
+            advice = f"K <= {highest}, or basis='monomial'" if highest else "a and b nearer to 0"
             raise GraphFilterError(
                 f"PolynomialConfig: K={self.K} is too high for the {self.basis} basis, whose terms cancel to less than "
-                f"float32 resolves: choose {other}"
+                f"float32 resolves: choose {advice}"
             )
 
     @property

@@ -72,17 +72,17 @@ class Singularformer(ReplacingFilter):
         assert shift.hidden is not None
         _, keys = shift.visible()
         scores = self.alpha(in_dtype_of(self.alpha, shift.hidden)) / self.config.temperature
-        earlier = shift.earlier.left_before(self.site_name, self.config.filter) if self.config.residual else []
-        previous = earlier[-1].to(value.device) if earlier else None
+        earlier_cores = shift.earlier.left_before(self.site_name, self.config.filter) if self.config.residual else []
+        previous = earlier_cores[-1].to(value.device) if earlier_cores else None
         out, core = functional.singularformer(
             shift.query, shift.key, value, scores, mask=keys, previous=previous, scale=shift.scaling
         )
         if self.config.residual:
             shift.earlier.leave(self.site_name, core, self.config.filter)
-        heads = scores.unsqueeze(1)  # alpha is one for all of them
+        logits = scores.unsqueeze(1)  # alpha is one for all heads
         return self.penalised(
             out,
-            orthogonality=lambda norm="off_diagonal": functional.orthogonality_loss(heads, heads, keys, norm=norm),
+            orthogonality=lambda norm="off_diagonal": functional.orthogonality_loss(logits, logits, keys, norm=norm),
             diagonal=lambda: functional.diagonal_loss(core),
         )
 

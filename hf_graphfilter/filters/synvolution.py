@@ -91,9 +91,9 @@ class Synvolution(ReplacingFilter):
                 f"input, but the values have {value.shape[2]} tokens"
             )
         eigenvalues, angles = self.spectrum(shift.hidden)
-        _, there = shift.visible()
+        _, is_token = shift.visible()
         value, response = repeat_heads(value, self.heads), self.response(eigenvalues)
-        out = filter_tokens(value, response, angles, there=there, permutation=self.config.permutation)
+        out = filter_tokens(value, response, angles, there=is_token, permutation=self.config.permutation)
         return real_form(out, self.zeta.view(-1, 1, 1)).to(value.dtype)
 
 

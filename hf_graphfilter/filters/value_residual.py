@@ -33,9 +33,11 @@ class ValueResidual(FromFirstLayer):
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
-        first, groups = self.first(shift, value), value.shape[1]
-        own, other = (c.view(groups, -1).mean(1).to(value.dtype).view(-1, 1, 1) for c in (self.l_1, self.l_2))
-        return shift(value + own * value + other * first)
+        first_values, groups = self.first(shift, value), value.shape[1]
+        own_weight, first_weight = (
+            c.view(groups, -1).mean(1).to(value.dtype).view(-1, 1, 1) for c in (self.l_1, self.l_2)
+        )
+        return shift(value + own_weight * value + first_weight * first_values)
 
 
 @register_filter("value-residual")

@@ -36,11 +36,11 @@ class XSA(PerHead):
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
-        out, own = shift(value), shift.identity(value)
-        wide = own.float() if own.element_size() < 4 else own
+        out, own_values = shift(value), shift.identity(value)
+        v = own_values.float() if own_values.element_size() < 4 else own_values
         # v . v may overflow, so v is first divided by its largest entry, which does not change the result
-        unit = wide / wide.detach().abs().amax(-1, keepdim=True).clamp(min=1e-6)
-        share = (out.to(wide.dtype) * unit).sum(-1, keepdim=True) / unit.square().sum(-1, keepdim=True).clamp(min=1)
+        unit = v / v.detach().abs().amax(-1, keepdim=True).clamp(min=1e-6)
+        share = (out.to(v.dtype) * unit).sum(-1, keepdim=True) / unit.square().sum(-1, keepdim=True).clamp(min=1)
         return combine([(torch.ones_like(self.alpha), out), (-self.alpha, (share * unit).to(out.dtype))])
 
 

@@ -63,9 +63,9 @@ class Batches:
                 "smaller holdout"
             )
         self._data, self._to_inputs = data, to_inputs
-        self._once = iter(data) is data  # an iterator gives each batch once: later stages resume where it stands
-        self._skip = 0 if self._once else count
-        self._rest: Iterator[Batch] | None = None
+        self._is_iterator = iter(data) is data  # an iterator gives each batch once: later stages resume where it stands
+        self._skip = 0 if self._is_iterator else count
+        self._remaining: Iterator[Batch] | None = None
 
     def stream(self) -> Iterator[Batch]:
         """Return an iterator over the batches for one stage, which repeats them.
@@ -73,16 +73,16 @@ class Batches:
         If ``data`` is an iterator, each batch comes only once in all stages together. Several processes share the
         batches.
         """
-        if not self._once:
-            return self._repeated()
-        if self._rest is None:
-            rest = self._repeated()
-            self._rest = chain([next(rest)], rest)  # raises here if there is none
-        return self._rest
+        if not self._is_iterator:
+            return self._repeat()
+        if self._remaining is None:
+            batches = self._repeat()
+            self._remaining = chain([next(batches)], batches)  # raises here if there is none
+        return self._remaining
 
-    def _repeated(self) -> Iterator[Batch]:
+    def _repeat(self) -> Iterator[Batch]:
         empty, (number, processes) = True, process()
-        while empty or not self._once:
+        while empty or not self._is_iterator:
             for batch in islice(self._data, self._skip + number, None, processes):
                 empty = False
                 yield self._to_inputs(batch)
@@ -100,33 +100,33 @@ def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[It
     """
     if not isinstance(holdout, int) or not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data, holdout
-    batched = data.batch_sampler  # accelerate's loaders have no other sampler
-    plain = data if batched is None else batched if type(batched) is BatchSampler else None
-    if plain is not None and isinstance(plain.sampler, SequentialSampler):
+    batch_sampler = data.batch_sampler  # accelerate's loaders have no other sampler
+    sampler_owner = data if batch_sampler is None else batch_sampler if type(batch_sampler) is BatchSampler else None
+    if sampler_owner is not None and isinstance(sampler_owner.sampler, SequentialSampler):
         return data, holdout
-    size, of_all = getattr(batched, "batch_size", None), getattr(batched, "batch_sampler", batched)
-    sampler = getattr(of_all, "sampler", of_all)
-    shown = _rows_of(sampler, data.dataset)
-    if not size or shown is None:
+    size, base = getattr(batch_sampler, "batch_size", None), getattr(batch_sampler, "batch_sampler", batch_sampler)
+    sampler = getattr(base, "sampler", base)
+    sampler_rows = _rows_of(sampler, data.dataset)
+    if not size or sampler_rows is None:
         raise GraphFilterError(
             f"this DataLoader may show the first {holdout} batches again later ({type(sampler).__name__}), "
             "where they would be trained on: give holdout= as batches of other rows"
         )
-    order = torch.Generator().manual_seed(0)  # the same in all processes, which share the batches
-    rows = [shown[i] for i in torch.randperm(len(shown), generator=order).tolist()]
+    generator = torch.Generator().manual_seed(0)  # the same in all processes, which share the batches
+    rows = [sampler_rows[i] for i in torch.randperm(len(sampler_rows), generator=generator).tolist()]
     options: dict[str, Any] = {"batch_size": size, "collate_fn": data.collate_fn, "num_workers": data.num_workers}
     if len(rows) <= holdout * size:
         raise GraphFilterError(NONE_LEFT)
-    held, rest = (Subset(data.dataset, part) for part in (rows[: holdout * size], rows[holdout * size :]))
-    return DataLoader(rest, shuffle=True, generator=order, **options), list(DataLoader(held, **options))
+    held_out, training = (Subset(data.dataset, part) for part in (rows[: holdout * size], rows[holdout * size :]))
+    return DataLoader(training, shuffle=True, generator=generator, **options), list(DataLoader(held_out, **options))
 
 
 def _rows_of(sampler: Sampler[int] | Any, dataset: Any) -> Sequence[int] | None:
     """Return the rows that a sampler draws from; None for a sampler with weights or another rule."""
     if isinstance(sampler, SubsetRandomSampler):
         return sampler.indices
-    whole = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler, LengthGroupedSampler))
-    return range(len(dataset)) if whole and hasattr(dataset, "__len__") else None
+    draws_all = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler, LengthGroupedSampler))
+    return range(len(dataset)) if draws_all and hasattr(dataset, "__len__") else None
 
 
 def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
@@ -137,7 +137,7 @@ def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
         batch = {getattr(model, "main_input_name", first): batch}
     inputs = {name: x for name, x in batch.items() if labels or name not in LABELS}
     if "labels" in batch and "labels" not in inputs:
-        inputs |= _read_by_decoder(model, inputs, batch["labels"])
+        inputs |= _make_decoder_inputs(model, inputs, batch["labels"])
     if not inputs:
         raise GraphFilterError(f"a batch holds {list(batch) or 'nothing'} and no input of the model")
     if "use_cache" in inspect.signature(model.forward).parameters:
@@ -145,7 +145,7 @@ def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
     return inputs
 
 
-def _read_by_decoder(model: nn.Module, inputs: Batch, labels: Any) -> Batch:
+def _make_decoder_inputs(model: nn.Module, inputs: Batch, labels: Any) -> Batch:
     """Make the inputs of a decoder from the labels, if the batch holds no others; return the entries to add."""
     config = getattr(model, "config", None)
     has_inputs = any(name.startswith("decoder_input") for name in inputs)
@@ -162,5 +162,5 @@ def _read_by_decoder(model: nn.Module, inputs: Batch, labels: Any) -> Batch:
     else:  # speech models (Whisper ...) have no such method, so their labels are shifted here
         tokens = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], 1)
         tokens = tokens.masked_fill(tokens == -100, config.pad_token_id)  # type: ignore[union-attr]
-    made = {"decoder_input_ids": tokens, "decoder_attention_mask": (labels != -100).long()}
-    return {name: x for name, x in made.items() if name in inspect.signature(model.forward).parameters} | inputs
+    entries = {"decoder_input_ids": tokens, "decoder_attention_mask": (labels != -100).long()}
+    return {name: x for name, x in entries.items() if name in inspect.signature(model.forward).parameters} | inputs

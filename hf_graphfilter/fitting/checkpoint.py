@@ -49,28 +49,28 @@ class Checkpoint:
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return the progress and the tensors, or None without an intact file; set ``finished`` to the ended stages."""
         try:
-            found = self._read()
+            state = self._read()
         except DamagedFileError as error:
             warnings.warn(f"progress is ignored, and the fit begins again: {error}", stacklevel=2)
             return None
-        if found is None:
+        if state is None:
             return None
-        check_same(found[0]["settings"], self.settings, self.directory)
-        self.finished = found[0]["finished"]
-        return found
+        check_same(state[0]["settings"], self.settings, self.directory)
+        self.finished = state[0]["finished"]
+        return state
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        file, earlier = self.directory / STATE_FILE, self.directory / EARLIER_FILE
-        if not file.exists() and not earlier.exists():
+        file, earlier_file = self.directory / STATE_FILE, self.directory / EARLIER_FILE
+        if not file.exists() and not earlier_file.exists():
             return None
         content, tensors = read_state(file)
         if content is None:
-            file, content = earlier, read_json(earlier)
-        later = {name: kind for name, kind in LATER.items() if name in content}
-        progress = check_content(content, file, **NEEDED, **later)
-        counted = (progress[name] for name, kind in (NEEDED | later).items() if kind is int)
+            file, content = earlier_file, read_json(earlier_file)
+        optional_kinds = {name: kind for name, kind in LATER.items() if name in content}
+        progress = check_content(content, file, **NEEDED, **optional_kinds)
+        counts = (progress[name] for name, kind in (NEEDED | optional_kinds).items() if kind is int)
         pairs = progress["history"]
-        if not all(map(is_number, counted)) or not pairs or any(len(pair) != 2 for pair in pairs):
+        if not all(map(is_number, counts)) or not pairs or any(len(pair) != 2 for pair in pairs):
             raise DamagedFileError(f"{file} is damaged: it counts {shown(progress)}")
         # AdamW counts the steps too: earlier versions wrote two files, which may be of different steps
         moments = [t for name, t in tensors.items() if name.startswith("step.") and t.numel()]
@@ -96,11 +96,11 @@ def exclusive(directory: str | os.PathLike[str] | None) -> Iterator[None]:
     Raises:
         GraphFilterError: another call uses the directory. The error is raised in all processes.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as exit_stack:
         problem: Exception | None = None
         if directory is not None and is_first_process():
             try:
-                held.enter_context(locked(Path(directory, LOCK), work="fitting with this directory"))
+                exit_stack.enter_context(locked(Path(directory, LOCK), work="fitting with this directory"))
             except (GraphFilterError, OSError) as error:
                 problem = error
         if total(problem is not None):
@@ -115,26 +115,26 @@ def is_kept(directory: Path) -> bool:
 
 def remove(directory: Path) -> None:
     """Remove the files of an interrupted fit from a directory, and leave other files there."""
-    for place in (*directory.glob("*/"), directory):  # a folder for each stage
-        inputs = place.glob("*") if place.name in INPUTS else ()
+    for folder in (*directory.glob("*/"), directory):  # a folder for each stage
+        inputs = folder.glob("*") if folder.name in INPUTS else ()
         names = STATE_FILE, EARLIER_FILE, LOCK
-        for file in (*place.glob(f".{STATE_FILE}.*"), *(place / name for name in names), *inputs):
+        for file in (*folder.glob(f".{STATE_FILE}.*"), *(folder / name for name in names), *inputs):
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            place.rmdir()
+            folder.rmdir()
 
 
 def marked(values: Iterable[Any]) -> str:
     """Return a hash of a few numbers of each tensor; it identifies a model or batches."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for x in values:
         if isinstance(x, Tensor):
             try:
                 numbers = x.detach().flatten()[:: max(1, x.numel() // 16)].tolist()
             except NotImplementedError:  # some quantized tensors cannot be read like others
                 numbers = []
-            found.update(repr((x.dtype, x.shape, numbers)).encode())
-    return found.hexdigest()
+            digest.update(repr((x.dtype, x.shape, numbers)).encode())
+    return digest.hexdigest()
 
 
 def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:

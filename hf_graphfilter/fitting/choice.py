@@ -36,8 +36,8 @@ def parse_share(layers: Any) -> float | None:
     if not layers.startswith("auto"):
         parse_layers(layers)  # so that a mistake is found before anything is read
         return None
-    found = _AUTO.fullmatch(layers)
-    if found is None or not 0 < (share := float(found[1]) / 100) <= 1:
+    match = _AUTO.fullmatch(layers)
+    if match is None or not 0 < (share := float(match[1]) / 100) <= 1:
         raise GraphFilterError(f"layers={shown(layers)}: the share of layers is given as 'auto:75%', above 0 to 100")
     return share
 
@@ -61,8 +61,8 @@ def leave_sliding_windows(model: nn.Module, stack: str | None) -> Layers:
     A warning names the layers that are left out. If all or no layers have such a window, return None (all layers); in
     the first case ``patch_model`` then raises an error.
     """
-    found, _ = host_of(model).find(model)
-    sites = select_sites(found, None, stack) if found else []
+    all_sites, _ = host_of(model).find(model)
+    sites = select_sites(all_sites, None, stack) if all_sites else []
     windows = {site.name: site.sliding_window for site in sites if site.sliding_window is not None}
     if not 0 < len(windows) < len(sites):
         return None
@@ -92,19 +92,19 @@ def restore(
         The chosen modules, the best first, and the gain of each module. The gain of a chosen module is that at the time
         of the choice; the gain of another is from the last measurement. It is minus infinity if a loss is NaN.
     """
-    chosen: list[str] = []
+    restored: list[str] = []
     gains: dict[str, float] = {}
     if count < 1:
-        return chosen, gains
+        return restored, gains
     (before,) = measure([[]])
-    while len(chosen) < count:
-        rest = [name for name in names if name not in chosen]
-        losses = measure([[*chosen, name] for name in rest])
-        gains |= zip(rest, _gains(before, losses), strict=True)
-        best = sorted(rest, key=lambda name: -gains[name])
-        before = losses[rest.index(best[0])]
-        chosen += best[: 1 if len(chosen) < GREEDY else count - len(chosen)]
-    return chosen, {name: gains[name] for name in names}
+    while len(restored) < count:
+        candidates = [name for name in names if name not in restored]
+        losses = measure([[*restored, name] for name in candidates])
+        gains |= zip(candidates, _gains(before, losses), strict=True)
+        ranking = sorted(candidates, key=lambda name: -gains[name])
+        before = losses[candidates.index(ranking[0])]
+        restored += ranking[: 1 if len(restored) < GREEDY else count - len(restored)]
+    return restored, {name: gains[name] for name in names}
 
 
 def _gains(before: Losses, losses: list[Losses]) -> list[float]:

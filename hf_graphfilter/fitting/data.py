@@ -56,7 +56,7 @@ def text_batches(
         raise GraphFilterError(f"texts are a list of strings, got {shown(texts)}")
     if not hasattr(tokenizer, "all_special_ids"):
         raise GraphFilterError(f"the first argument is the tokenizer itself (AutoTokenizer...), got {shown(tokenizer)}")
-    texts = _checked(texts)
+    texts = _check_texts(texts)
     tokens = length if tokens is None else tokens
     if type(length) is not int or type(tokens) is not int or length < 2 or tokens < length:
         raise GraphFilterError(
@@ -68,39 +68,39 @@ def text_batches(
             f"the tokenizer knows {len(tokenizer)} special tokens and no words, as where a checkpoint has none: load "
             "that of the original model"
         )
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     if packed:
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        each = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end for text in texts)
-        joined = torch.tensor([i for one in _read(each, at_most) for i in one], dtype=torch.long)
-        windows = list(joined[: len(joined) // length * length].view(-1, length))
+        encoded = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end for text in texts)
+        stream = torch.tensor([i for sequence in _read(encoded, at_most) for i in sequence], dtype=torch.long)
+        windows = list(stream[: len(stream) // length * length].view(-1, length))
         if not windows:
             raise GraphFilterError(
-                f"the texts have {len(joined)} tokens, and a window has {length}: more text, or shorter"
+                f"the texts have {len(stream)} tokens, and a window has {length}: more text, or shorter"
             )
-        draw.shuffle(windows)
+        generator.shuffle(windows)
         rows = tokens // length
         return [{"input_ids": torch.stack(windows[i : i + rows])} for i in range(0, len(windows), rows)]
-    each = (tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts)
-    kept = [one for one in _read(each, at_most) if len(one) > 1]
-    if not kept:
+    encoded = (tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts)
+    sequences = [sequence for sequence in _read(encoded, at_most) if len(sequence) > 1]
+    if not sequences:
         raise GraphFilterError("there is no text of two tokens or more")
-    draw.shuffle(kept)
-    made: Batches = []
+    generator.shuffle(sequences)
+    batches: Batches = []
     pool = POOL * max(1, tokens // length)
-    for start in range(0, len(kept), pool):
-        part: list[list[int]] = []
-        for ids in sorted(kept[start : start + pool], key=len):
-            if (len(part) + 1) * len(ids) > tokens:
-                made.append(_padded(tokenizer, part))
-                part = []
-            part.append(ids)
-        made.append(_padded(tokenizer, part))
-    draw.shuffle(made)
-    return made
+    for start in range(0, len(sequences), pool):
+        batch: list[list[int]] = []
+        for ids in sorted(sequences[start : start + pool], key=len):
+            if (len(batch) + 1) * len(ids) > tokens:
+                batches.append(_pad_batch(tokenizer, batch))
+                batch = []
+            batch.append(ids)
+        batches.append(_pad_batch(tokenizer, batch))
+    generator.shuffle(batches)
+    return batches
 
 
-def _checked(texts: Iterable[Any]) -> Iterator[str]:
+def _check_texts(texts: Iterable[Any]) -> Iterator[str]:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             hint = ': give a column, such as dataset["text"]' if isinstance(text, Mapping) else ""
@@ -110,22 +110,22 @@ def _checked(texts: Iterable[Any]) -> Iterator[str]:
 
 def _read(texts: Iterable[list[int]], at_most: int | None) -> Iterator[list[int]]:
     """Yield encoded texts until they have ``at_most`` tokens in total; no further text is read."""
-    read = 0
+    count = 0
     for ids in texts:
         yield ids
-        read += len(ids)
-        if at_most is not None and read >= at_most:
+        count += len(ids)
+        if at_most is not None and count >= at_most:
             return
 
 
-def _padded(tokenizer: Any, part: list[list[int]]) -> dict[str, torch.Tensor]:
+def _pad_batch(tokenizer: Any, batch: list[list[int]]) -> dict[str, torch.Tensor]:
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if pad is None:
         raise GraphFilterError("the tokenizer has no pad_token: set one, or use packed=True")
-    sides = {"batch_first": True, "padding_side": tokenizer.padding_side}
-    texts = [torch.tensor(ids) for ids in part]
+    padding_options = {"batch_first": True, "padding_side": tokenizer.padding_side}
+    texts = [torch.tensor(ids) for ids in batch]
     masks = [torch.ones_like(ids) for ids in texts]
     return {
-        "input_ids": pad_sequence(texts, padding_value=pad, **sides),
-        "attention_mask": pad_sequence(masks, **sides),
+        "input_ids": pad_sequence(texts, padding_value=pad, **padding_options),
+        "attention_mask": pad_sequence(masks, **padding_options),
     }

@@ -30,8 +30,8 @@ def parse_heads(keep: Any) -> float | None:
     """Return the share of heads that ``"20%"`` keeps; None for values that the filter reads itself."""
     if not isinstance(keep, str):
         return None
-    found = _SHARE.fullmatch(keep)
-    if found is None or not 0 < (share := float(found[1]) / 100) < 1:
+    match = _SHARE.fullmatch(keep)
+    if match is None or not 0 < (share := float(match[1]) / 100) < 1:
         raise GraphFilterError(f"keep={shown(keep)}: the share of heads is given as '20%', above 0 and below 100")
     return share
 
@@ -46,9 +46,9 @@ class _FarPeaks(Reader):
     """A reader that sums, per key head, the largest attention weight that each answer gives to a far token."""
 
     def __init__(self, answers: Tensor, reach: int, sinks: int):
-        at = torch.arange(len(answers))
-        self.far = (at[:, None] - at > reach) & (at >= sinks)
-        self.later = at[:, None] < at
+        positions = torch.arange(len(answers))
+        self.far = (positions[:, None] - positions > reach) & (positions >= sinks)
+        self.later = positions[:, None] < positions
         self.rows = answers.roll(-1) & self.far.any(1)  # a token is predicted by the one before it
         self.peaks: dict[int, Tensor] = {}
 
@@ -121,8 +121,8 @@ def choose_heads(
     held = [inputs_of(model, batch, labels=False) for batch in held]
     sites, _ = host_of(model).find(model)
     if not all(site.causal for site in sites) or len({site.group for site in sites}) != 1:
-        cure = "give them as keep={4: [0, 2]}" if any(site.causal for site in sites) else "leave keep= out"
-        raise GraphFilterError(f"keep='{share:.0%}' chooses heads of decoders with one stack: {cure}")
+        remedy = "give them as keep={4: [0, 2]}" if any(site.causal for site in sites) else "leave keep= out"
+        raise GraphFilterError(f"keep='{share:.0%}' chooses heads of decoders with one stack: {remedy}")
     config = FarFieldConfig.for_conversion() if config is None else config
     reach, longest = 2 * config.window - 1, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not (problem := problem_of(held)):
@@ -132,16 +132,16 @@ def choose_heads(
         raise GraphFilterError(f"keep='{share:.0%}': {problem}; give the heads as keep={{4: [0, 2]}}")
     scores = score_heads(model, probes, reach=reach, sinks=config.sinks)
     indices = {site.index: number for number, site in enumerate(sites)}
-    chosen = {site.index: scores[indices[site.index]] for site in select_sites(sites, layers, stack)}
-    count = max(1, round(share * sum(map(len, chosen.values()))))
-    if count > sum(len(heads) - 1 for heads in chosen.values()):
+    by_layer = {site.index: scores[indices[site.index]] for site in select_sites(sites, layers, stack)}
+    count = max(1, round(share * sum(map(len, by_layer.values()))))
+    if count > sum(len(heads) - 1 for heads in by_layer.values()):
         raise GraphFilterError(
             f"keep='{share:.0%}' keeps {count} heads, and the filter needs one per layer: keep fewer, or exclude "
             "layers with layers= instead"
         )
     keep: dict[int, list[int]] = {}
-    for _, layer, head in sorted((-score, i, head) for i, row in chosen.items() for head, score in enumerate(row)):
-        taken = keep.get(layer, [])
-        if count and len(taken) < len(chosen[layer]) - 1:
-            keep[layer], count = sorted([*taken, head]), count - 1
+    for _, layer, head in sorted((-score, i, head) for i, row in by_layer.items() for head, score in enumerate(row)):
+        kept_heads = keep.get(layer, [])
+        if count and len(kept_heads) < len(by_layer[layer]) - 1:
+            keep[layer], count = sorted([*kept_heads, head]), count - 1
     return {layer: tuple(keep[layer]) for layer in sorted(keep)}

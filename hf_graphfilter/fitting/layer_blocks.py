@@ -76,40 +76,40 @@ class Block:
     def __call__(self, **batch: Any) -> Tensor:
         """Return the hidden states after the last layer of the block."""
         hidden: Tensor | None = batch.pop(INPUT, None)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def leave(layer: nn.Module, inputs: Any, output: Any) -> None:
-            found.append(output[0] if isinstance(output, tuple) else output)
+            outputs.append(output[0] if isinstance(output, tuple) else output)
             raise _End
 
-        def enter(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-            return ((hidden, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": hidden})
+        def enter(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return ((hidden, *inputs[1:]), kwargs) if inputs else (inputs, {**kwargs, "hidden_states": hidden})
 
-        with contextlib.ExitStack() as back:
+        with contextlib.ExitStack() as exit_stack:
             if hidden is not None:
                 for layer, in_tuple in zip(self.layers[: self.first], self.in_tuples, strict=False):
-                    back.enter_context(_replaced(layer, partial(_pass_by, in_tuple)))
-                back.callback(self.layers[self.first].register_forward_pre_hook(enter, with_kwargs=True).remove)
-            back.callback(self.layers[self.end - 1].register_forward_hook(leave).remove)
+                    exit_stack.enter_context(_replace_forward(layer, partial(_skip_layer, in_tuple)))
+                exit_stack.callback(self.layers[self.first].register_forward_pre_hook(enter, with_kwargs=True).remove)
+            exit_stack.callback(self.layers[self.end - 1].register_forward_hook(leave).remove)
             with contextlib.suppress(_End):
                 self.model(**batch)
-        return found[0]
+        return outputs[0]
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
         """Load offloaded weights of these layers once, where accelerate would fetch them for each forward pass."""
-        held = []
+        hooks = []
         for layer in self.layers[self.first : self.end]:
             for module in layer.modules():
                 hook = getattr(module, "_hf_hook", None)
-                held += [(module, each) for each in getattr(hook, "hooks", [hook]) if _fetches(each)]
+                hooks += [(module, each) for each in getattr(hook, "hooks", [hook]) if _fetches(each)]
         try:
-            for module, hook in held:
+            for module, hook in hooks:
                 hook.pre_forward(module)
                 hook.offload = False
             yield
         finally:
-            for module, hook in held:
+            for module, hook in hooks:
                 hook.offload = True
                 hook.post_forward(module, None)
 
@@ -118,38 +118,38 @@ def _fetches(hook: Any) -> bool:
     return isinstance(hook, AlignDevicesHook) and hook.offload
 
 
-def _pass_by(in_tuple: bool, *inputs: Any, **named: Any) -> Any:
-    hidden = inputs[0] if inputs else named["hidden_states"]
+def _skip_layer(in_tuple: bool, *inputs: Any, **kwargs: Any) -> Any:
+    hidden = inputs[0] if inputs else kwargs["hidden_states"]
     return (hidden,) if in_tuple else hidden
 
 
 @contextlib.contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of a module inside the ``with`` block, then restore it (accelerate may have set one, too)."""
-    own = vars(module)
-    before = own.get("forward")
-    own["forward"] = forward
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = forward
     try:
         yield
     finally:
         if before is None:
-            del own["forward"]
+            del attributes["forward"]
         else:
-            own["forward"] = before
+            attributes["forward"] = before
 
 
 def returns_tuples(model: nn.Module, layers: Sequence[nn.Module], batch: Batch) -> list[bool]:
     """Run the model, and return for each layer whether its output is a tuple."""
-    found: dict[int, bool] = {}
+    in_tuples: dict[int, bool] = {}
 
     def note(number: int, layer: nn.Module, inputs: Any, output: Any) -> None:
-        found[number] = isinstance(output, tuple)
+        in_tuples[number] = isinstance(output, tuple)
 
-    with contextlib.ExitStack() as back, torch.no_grad():
+    with contextlib.ExitStack() as exit_stack, torch.no_grad():
         for number, layer in enumerate(layers):
-            back.callback(layer.register_forward_hook(partial(note, number)).remove)
+            exit_stack.callback(layer.register_forward_hook(partial(note, number)).remove)
         model(**batch)
-    return [found.get(number, False) for number in range(len(layers))]
+    return [in_tuples.get(number, False) for number in range(len(layers))]
 
 
 def fit_in_blocks(fit: Linearization, budget: int, count: int) -> None:
@@ -167,8 +167,8 @@ def fit_in_blocks(fit: Linearization, budget: int, count: int) -> None:
         fit.fit_attention(budget)
         return
     fit.settings["blocks"] = count
-    with contextlib.ExitStack() as own:
-        folder = fit.checkpoint or Path(own.enter_context(tempfile.TemporaryDirectory()))
+    with contextlib.ExitStack() as exit_stack:
+        folder = fit.checkpoint or Path(exit_stack.enter_context(tempfile.TemporaryDirectory()))
         fit.reports["attention"] = _fit_blocks(fit, budget, count, folder)
 
 
@@ -179,22 +179,22 @@ def _fit_blocks(fit: Linearization, budget: int, count: int, folder: Path) -> Tr
     ends = [round(i * len(layers) / count) for i in range(count + 1)]
     in_tuples = returns_tuples(fit.model, layers, fit.batches.held[0])
     settings = {**fit.settings, "tokens": budget}
-    train, held = (Inputs(folder / name, device_of(fit.model), settings) for name in INPUTS)
+    train, held_out = (Inputs(folder / name, device_of(fit.model), settings) for name in INPUTS)
     train.keep(fit.batches.stream(), budget, fit.size)
-    held.keep(fit.batches.held, math.inf, fit.size)
+    held_out.keep(fit.batches.held, math.inf, fit.size)
     reports: list[tuple[TransferReport, int]] = []
     for number, (first, end) in enumerate(itertools.pairwise(ends)):
         block = Block(fit.model, layers, first, end, in_tuples)
         modules = {name: fit.modules[name] for name, layer in numbers.items() if first <= layer < end}
-        done = min(train.passed, held.passed) > number
-        with contextlib.nullcontext() if done else block.resident():
+        is_done = min(train.passed, held_out.passed) > number
+        with contextlib.nullcontext() if is_done else block.resident():
             if modules:
                 stage = Stage(
                     "attention",
                     budget,
                     fit.rates.groups(modules, regression=True),
                     partial(regress, block, modules),
-                    partial(_mean_error, block, modules, held, number),
+                    partial(_mean_error, block, modules, held_out, number),
                     mean({name: fit.report.before[name] for name in modules}),
                 )
                 report = fit.run_stage(stage, train.read(number), f"attention-{number}")
@@ -202,19 +202,19 @@ def _fit_blocks(fit: Linearization, budget: int, count: int, folder: Path) -> Tr
             if number + 1 < count:
                 with torch.no_grad(), fit.autocast(), attending(modules):
                     train.pass_through(number, block)
-                    held.pass_through(number, block)
+                    held_out.pass_through(number, block)
     train.finish(count)
-    held.finish(count)
+    held_out.finish(count)
     return _join(reports)
 
 
-def _mean_error(block: Block, modules: dict[str, GraphFilter], held: Inputs, number: int) -> float:
-    if held.passed > number:
+def _mean_error(block: Block, modules: dict[str, GraphFilter], held_out: Inputs, number: int) -> float:
+    if held_out.passed > number:
         raise GraphFilterError(
-            f"{held.folder.parent} has lost the progress of block {number}, whose inputs are gone: remove this "
+            f"{held_out.folder.parent} has lost the progress of block {number}, whose inputs are gone: remove this "
             "directory, and start again"
         )
-    return mean(filter_errors(block, modules, held.read(number)))
+    return mean(filter_errors(block, modules, held_out.read(number)))
 
 
 def _join(reports: list[tuple[TransferReport, int]]) -> TransferReport:

@@ -156,18 +156,18 @@ def linearize(
             model, batches, rates, settings, checkpoint, progress, evaluations=evaluations, precision=precision
         )
         filters = [f for f in fit.modules.values() if isinstance(f, ReplacingFilter)]
-        reach, exact = max(0, *(f.span - 1 for f in filters)), max(0, *(f.exact_span - 1 for f in filters))
+        reach, exact_reach = max(0, *(f.span - 1 for f in filters)), max(0, *(f.exact_span - 1 for f in filters))
         with fit.exclusive(), name_mistakes(model):
             with fit.only_filters():
-                ends_in = fit.check(shares)
+                final_stage = fit.check(shares)
                 if share is not None:
                     fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, reach)
-                fit.tokens = split_budget(shares or {"attention": 0.7, ends_in: 0.3}, budget)
-                fit.begin(exact)
+                fit.tokens = split_budget(shares or {"attention": 0.7, final_stage: 0.3}, budget)
+                fit.begin(exact_reach)
                 if "attention" in fit.tokens:
                     fit_in_blocks(fit, fit.tokens["attention"], blocks)
                 if share is not None and chosen_by is not None:
-                    restored, gains = fit.restore(chosen_by, share, ends_in)
+                    restored, gains = fit.restore(chosen_by, share, final_stage)
             if share is not None:
                 fit.modules = keep_attention(model, config, fit.modules, restored)
             report = _finish(fit, train, rank, gradient_checkpointing)

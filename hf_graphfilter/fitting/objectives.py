@@ -51,32 +51,34 @@ def attending(
     """
 
     def attend(name: str, graph_filter: GraphFilter, shift: AttentionShift, value: Tensor) -> Tensor:
-        fresh = copy.copy(shift)
+        shift_copy = copy.copy(shift)
         with torch.no_grad():
             attention = shift(value)
         if observe is not None:
             with torch.set_grad_enabled(fit):
-                observe(name, _squares(fresh, graph_filter.approximate(fresh, value), attention))
-            fresh.earlier.detach()  # each layer is fitted by itself
+                observe(name, _squares(shift_copy, graph_filter.approximate(shift_copy, value), attention))
+            shift_copy.earlier.detach()  # each layer is fitted by itself
         return attention
 
-    with contextlib.ExitStack() as back:
+    with contextlib.ExitStack() as exit_stack:
         for name, graph_filter in modules.items():
-            own = vars(graph_filter)
-            earlier = own.get("forward")  # set by an enclosing context of this kind
-            own["forward"] = partial(attend, name, graph_filter)
-            back.callback(own.pop if earlier is None else own.__setitem__, "forward", *filter(None, [earlier]))
+            attributes = vars(graph_filter)
+            earlier = attributes.get("forward")  # set by an enclosing context of this kind
+            attributes["forward"] = partial(attend, name, graph_filter)
+            exit_stack.callback(
+                attributes.pop if earlier is None else attributes.__setitem__, "forward", *filter(None, [earlier])
+            )
         yield
 
 
-def _squares(shift: AttentionShift, approximation: Tensor, wanted: Tensor) -> Squares:
-    error, wanted = ((x.square().sum((1, 3))) for x in (approximation.float() - wanted.float(), wanted.float()))
+def _squares(shift: AttentionShift, approximation: Tensor, target: Tensor) -> Squares:
+    error, target = ((x.square().sum((1, 3))) for x in (approximation.float() - target.float(), target.float()))
     causal, keys = shift.visible()
-    there = torch.ones_like(wanted) if keys is None else keys[:, -wanted.shape[1] :].to(wanted.dtype)
-    there = there.expand_as(wanted)
-    context = there.cumsum(1) if causal else there.sum(1, keepdim=True) * there
-    scale = float(there.numel()) if approximation.dtype == torch.float16 else 1.0
-    return Squares(error * there, wanted * there, context, scale)
+    is_token = torch.ones_like(target) if keys is None else keys[:, -target.shape[1] :].to(target.dtype)
+    is_token = is_token.expand_as(target)
+    context = is_token.cumsum(1) if causal else is_token.sum(1, keepdim=True) * is_token
+    scale = float(is_token.numel()) if approximation.dtype == torch.float16 else 1.0
+    return Squares(error * is_token, target * is_token, context, scale)
 
 
 def regress(model: Run, modules: dict[str, GraphFilter], batch: Batch) -> dict[str, float]:
@@ -95,8 +97,8 @@ def regress(model: Run, modules: dict[str, GraphFilter], batch: Batch) -> dict[s
 
 def filter_errors(model: Run, modules: dict[str, GraphFilter], batches: Iterable[Batch]) -> dict[str, float]:
     """Return the error of each filter over all batches: ``|filter - attention| / |attention|``."""
-    whole, _ = errors_by_context(model, modules, batches, [])
-    return whole
+    errors, _ = errors_by_context(model, modules, batches, [])
+    return errors
 
 
 @torch.no_grad()
@@ -115,10 +117,10 @@ def errors_by_context(
     sums = {name: torch.zeros(2, len(bounds) + 2, dtype=torch.float64) for name in modules}
 
     def observe(name: str, squares: Squares) -> None:
-        at = torch.bucketize(squares.context.cpu().flatten(), edges)
+        bins = torch.bucketize(squares.context.cpu().flatten(), edges)
         for sum_, square in zip(sums[name], squares[:2], strict=True):
             flat = square.cpu().double().flatten()
-            sum_.index_add_(0, at, flat)
+            sum_.index_add_(0, bins, flat)
             sum_[-1] += flat.sum()
 
     with attending(modules, observe):
@@ -130,8 +132,8 @@ def errors_by_context(
             "use all parts of the model, or leave these out with stack= or layers="
         )
     ratios = {name: (error / norm).sqrt().tolist() for name, (error, norm) in sums.items()}
-    *parts, whole = [{name: of[i] for name, of in ratios.items()} for i in range(len(bounds) + 2)]
-    return whole, parts
+    *parts, errors = [{name: values[i] for name, values in ratios.items()} for i in range(len(bounds) + 2)]
+    return errors, parts
 
 
 def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
@@ -153,8 +155,8 @@ def always(outputs: Outputs) -> Original:
 
 def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) -> dict[str, float]:
     """Compute the gradients of one batch, with the distance between filtered and original outputs as the loss."""
-    wanted = original(batch)
-    loss = DISTANCES[of](model(**batch, output_hidden_states=True), wanted, batch)
+    target = original(batch)
+    loss = DISTANCES[of](model(**batch, output_hidden_states=True), target, batch)
     backward(loss)
     return {"loss": loss.item()}
 
@@ -184,29 +186,29 @@ def mean_loss(fit: Callable[[Batch], dict[str, float]], batches: list[Batch]) ->
     return sum(fit(batch)["loss"] for batch in batches) / len(batches)
 
 
-def _hidden_distance(output: Outputs, wanted: Outputs, batch: Batch) -> Tensor:
+def _hidden_distance(output: Outputs, target: Outputs, batch: Batch) -> Tensor:
     pairs = []
     for stack in ("", "encoder", "decoder"):
         name = f"{stack}_hidden_states" if stack else "hidden_states"
         if output.get(name) is not None:
-            pairs += [(f, w, mask_of(batch, stack)) for f, w in zip(output[name], wanted[name], strict=True)]
+            pairs += [(f, t, mask_of(batch, stack)) for f, t in zip(output[name], target[name], strict=True)]
     if not pairs:
         raise GraphFilterError(
             "the model returns no hidden states to compare: fit its logits instead, or one of its parts by itself"
         )
     losses = []
-    for f, w, mask in pairs:
-        f, w = f.float(), w.float()
-        there = mask[..., None].to(f.dtype) if mask is not None and mask.shape == f.shape[:2] else 1
-        losses.append(((f - w) * there).square().sum() / (w * there).square().sum().clamp(min=1e-12))
+    for f, t, mask in pairs:
+        f, t = f.float(), t.float()
+        weight = mask[..., None].to(f.dtype) if mask is not None and mask.shape == f.shape[:2] else 1
+        losses.append(((f - t) * weight).square().sum() / (t * weight).square().sum().clamp(min=1e-12))
     return torch.stack(losses).mean()
 
 
-def _logits_distance(output: Outputs, wanted: Outputs, batch: Batch) -> Tensor:
+def _logits_distance(output: Outputs, target: Outputs, batch: Batch) -> Tensor:
     if "logits" not in output:
         raise GraphFilterError("end_to_end='logits': the model returns no logits; use 'hidden'")
-    f, w = (logits_of(x).log_softmax(-1) for x in (output, wanted))
-    divergence, mask = (w.exp() * (w - f)).sum(-1), mask_of_logits(batch, output)
+    f, t = (logits_of(x).log_softmax(-1) for x in (output, target))
+    divergence, mask = (t.exp() * (t - f)).sum(-1), mask_of_logits(batch, output)
     if mask is not None and mask.shape == divergence.shape:
         return (divergence * mask).sum() / mask.sum().clamp(min=1)
     return divergence.mean()

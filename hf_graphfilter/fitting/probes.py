@@ -46,7 +46,7 @@ def make_probes(held: list[Batch], window: int, longest: int) -> list[Batch]:
         window: the number of tokens before each token that a filter attends to exactly.
         longest: the longest input that the model takes.
     """
-    draw, texts = torch.Generator().manual_seed(0), _texts(held)
+    generator, texts = torch.Generator().manual_seed(0), _texts(held)
     stream, first = torch.cat(texts), texts[0][:1]
     if all(text[0] == first for text in texts):  # a special token
         start, stream = first, stream[stream != first]
@@ -56,57 +56,57 @@ def make_probes(held: list[Batch], window: int, longest: int) -> list[Batch]:
     length = min(max(map(len, texts)), longest, max(LONGEST, 4 * window)) - len(start)
 
     def random_pieces(count: int, size: int) -> list[Tensor]:
-        cycles = [ids[torch.randperm(len(ids), generator=draw)] for _ in range(count * size // len(ids) + 1)]
+        cycles = [ids[torch.randperm(len(ids), generator=generator)] for _ in range(count * size // len(ids) + 1)]
         return list(torch.cat(cycles)[: count * size].split(size))
 
     def text_piece(size: int) -> Tensor:
-        begin = int(torch.randint(len(stream), (1,), generator=draw))
-        return stream.roll(-begin)[:size]
+        offset = int(torch.randint(len(stream), (1,), generator=generator))
+        return stream.roll(-offset)[:size]
 
     def dictionary() -> tuple[Tensor, Tensor]:
         questions = max(1, length // 12)
         pairs = min(length // 4 - questions, max(PAIRS, window // 2))
-        return _probe(random_pieces(pairs, 4), stream[:0], 2, questions, window, draw)
+        return _make_probe(random_pieces(pairs, 4), stream[:0], 2, questions, window, generator)
 
     def pass_keys() -> tuple[Tensor, Tensor]:
         pairs = max(1, min(4, length // 24))
-        return _probe(random_pieces(pairs, 6), text_piece(length - 12 * pairs), 2, pairs, window, draw)
+        return _make_probe(random_pieces(pairs, 6), text_piece(length - 12 * pairs), 2, pairs, window, generator)
 
     def copying() -> tuple[Tensor, Tensor]:
         size = max(2, min(length // 2, length - window - 2))
         (piece,) = random_pieces(1, length - size)
-        return _probe(list(piece.split([size, len(piece) - size])), stream[:0], 1, 1, window, draw)
+        return _make_probe(list(piece.split([size, len(piece) - size])), stream[:0], 1, 1, window, generator)
 
     rows = max(1, len(held[0]["input_ids"]))  # as many as the device takes
     batches: list[Batch] = []
-    for kind, needed in ((dictionary, 12), (pass_keys, 18), (copying, 5)):
-        if length < needed:
+    for kind, min_length in ((dictionary, 12), (pass_keys, 18), (copying, 5)):
+        if length < min_length:
             continue
-        made = [kind() for _ in range(COUNT)]
-        for some in (made[i : i + rows] for i in range(0, COUNT, rows)):
-            inputs, labels = (torch.stack(tensors) for tensors in zip(*some, strict=True))
-            begin = start.expand(len(inputs), -1)
-            labels = torch.cat([torch.full_like(begin, -100), labels], 1)
+        probes = [kind() for _ in range(COUNT)]
+        for group in (probes[i : i + rows] for i in range(0, COUNT, rows)):
+            inputs, labels = (torch.stack(tensors) for tensors in zip(*group, strict=True))
+            starts = start.expand(len(inputs), -1)
+            labels = torch.cat([torch.full_like(starts, -100), labels], 1)
             if (labels != -100).any():
-                batches.append({"input_ids": torch.cat([begin, inputs], 1), "labels": labels})
+                batches.append({"input_ids": torch.cat([starts, inputs], 1), "labels": labels})
     return batches
 
 
-def _probe(
-    facts: list[Tensor], filler: Tensor, key: int, questions: int, window: int, draw: torch.Generator
+def _make_probe(
+    facts: list[Tensor], filler: Tensor, key: int, questions: int, window: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return facts among filler, followed by some of the facts again, and labels for the values of the latter."""
-    before, *after = filler.tensor_split(len(facts) + 1)
-    pieces, begins, length = [before], [], len(before)
-    for fact, text in zip(facts, after, strict=True):
-        begins.append(length)
+    first_filler, *fillers = filler.tensor_split(len(facts) + 1)
+    pieces, starts, length = [first_filler], [], len(first_filler)
+    for fact, text in zip(facts, fillers, strict=True):
+        starts.append(length)
         pieces += [fact, text]
         length += len(fact) + len(text)
-    far = [fact for fact, begin in zip(facts, begins, strict=True) if length - 1 - begin > window]
-    asked = [far[i] for i in torch.randperm(len(far), generator=draw)[:questions].tolist()]
+    far_facts = [fact for fact, start in zip(facts, starts, strict=True) if length - 1 - start > window]
+    queries = [far_facts[i] for i in torch.randperm(len(far_facts), generator=generator)[:questions].tolist()]
     context = torch.cat(pieces)
-    answers = [torch.cat([torch.full_like(fact[:key], -100), fact[key:]]) for fact in asked]
-    return torch.cat([context, *asked]), torch.cat([torch.full_like(context, -100), *answers])
+    answers = [torch.cat([torch.full_like(fact[:key], -100), fact[key:]]) for fact in queries]
+    return torch.cat([context, *queries]), torch.cat([torch.full_like(context, -100), *answers])
 
 
 def _texts(held: Iterable[Batch]) -> list[Tensor]:
@@ -115,8 +115,8 @@ def _texts(held: Iterable[Batch]) -> list[Tensor]:
     for batch in held:
         ids: Tensor = batch["input_ids"].cpu()
         mask: Any = batch.get("attention_mask")
-        there = torch.ones_like(ids, dtype=torch.bool)
+        is_token = torch.ones_like(ids, dtype=torch.bool)
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
-            there = mask.cpu().bool()
-        texts += [row[shown] for row, shown in zip(ids, there, strict=True) if shown.any()]
+            is_token = mask.cpu().bool()
+        texts += [row[keep] for row, keep in zip(ids, is_token, strict=True) if keep.any()]
     return texts

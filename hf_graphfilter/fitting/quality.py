@@ -50,78 +50,81 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
     for batch in batches:
         pair = {"original": original(batch), "converted": model(**batch, output_hidden_states=True)}
         if "logits" in pair["original"]:
-            for name, value in _of_logits(pair, batch, vocabulary if causal else math.inf).items():
+            for name, value in _sum_measures(pair, batch, vocabulary if causal else math.inf).items():
                 sums[name] = sums.get(name, 0) + value
         else:
-            for which, outputs in pair.items():
-                embedded[which].append(embeddings(outputs, batch))
+            for kind, outputs in pair.items():
+                embedded[kind].append(embeddings(outputs, batch))
         del pair  # frees the memory before the next outputs are computed
     if not sums:
         return Comparison(compare_embeddings(*(torch.cat(parts).double() for parts in embedded.values())), {})
     rows = sums["rows"]
-    found = {
+    measures = {
         "agreement": {"original": 1.0, "converted": (sums["agreement"] / rows).item()},
         "divergence": {"original": 0.0, "converted": (sums["divergence"] / rows).item()},
     }
     by_position: dict[str, dict[str, float]] = {}
     if "predicted" in sums:
-        whole = {name: sums[name].sum() for name in ("predicted", *embedded)}
-        found["perplexity"] = _perplexities(whole, embedded)
-        parts = ({name: sums[name][i] for name in whole} for i in range(len(RANGES)))
-        of_ranges = zip(RANGES, parts, strict=True)
-        by_position = {label: _perplexities(part, embedded) for label, part in of_ranges if part["predicted"]}
-    return Comparison(found, by_position)
+        totals = {name: sums[name].sum() for name in ("predicted", *embedded)}
+        measures["perplexity"] = _perplexities(totals, embedded)
+        range_sums = ({name: sums[name][i] for name in totals} for i in range(len(RANGES)))
+        ranges = zip(RANGES, range_sums, strict=True)
+        by_position = {label: _perplexities(part, embedded) for label, part in ranges if part["predicted"]}
+    return Comparison(measures, by_position)
 
 
 def _perplexities(sums: Mapping[str, Tensor], models: Iterable[str]) -> dict[str, float]:
-    return {which: math.exp(min((sums[which] / sums["predicted"]).item(), 700.0)) for which in models}
+    return {kind: math.exp(min((sums[kind] / sums["predicted"]).item(), 700.0)) for kind in models}
 
 
-def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> dict[str, Tensor]:
-    w, f = (logits_of(outputs) for outputs in pair.values())
+def _sum_measures(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> dict[str, Tensor]:
+    original, converted = (logits_of(outputs) for outputs in pair.values())
     mask = mask_of_logits(batch, pair["original"])
-    there = (
-        torch.ones(w.shape[:-1], device=w.device) if mask is None or mask.shape != w.shape[:-1] else mask.bool().float()
+    is_token = (
+        torch.ones(original.shape[:-1], device=original.device)
+        if mask is None or mask.shape != original.shape[:-1]
+        else mask.bool().float()
     )
-    agreement, divergence = compare_logits(w, f)
+    agreement, divergence = compare_logits(original, converted)
     sums = {
-        "rows": there.sum(),
-        "agreement": (agreement * there).sum(),
-        "divergence": (divergence * there).sum(),
+        "rows": is_token.sum(),
+        "agreement": (agreement * is_token).sum(),
+        "divergence": (divergence * is_token).sum(),
     }
     ids = batch.get("input_ids")
-    if ids is not None and w.shape[:-1] == ids.shape and w.shape[-1] >= vocabulary:  # logits of tokens, not of classes
-        shown = there[:, 1:] * there[:, :-1]
-        before = torch.bucketize(there.cpu().cumsum(1)[:, :-1].flatten(), torch.tensor(BOUNDS))
+    # logits of tokens, not of classes
+    if ids is not None and original.shape[:-1] == ids.shape and original.shape[-1] >= vocabulary:
+        is_predicted = is_token[:, 1:] * is_token[:, :-1]
+        bins = torch.bucketize(is_token.cpu().cumsum(1)[:, :-1].flatten(), torch.tensor(BOUNDS))
 
-        def by_position(values: Tensor) -> Tensor:
-            return torch.bincount(before, values.flatten().cpu().double(), len(RANGES))  # Macs have no float64
+        def sum_by_position(values: Tensor) -> Tensor:
+            return torch.bincount(bins, values.flatten().cpu().double(), len(RANGES))  # Macs have no float64
 
-        sums["predicted"] = by_position(shown)
-        for which, logits in (("original", w), ("converted", f)):
-            rows = zip(_rows(logits), ids.roll(-1, 1).flatten().split(_at_once(logits)), strict=True)
-            loss = torch.cat([functional.cross_entropy(part, wanted, reduction="none") for part, wanted in rows])
-            sums[which] = by_position(loss.view_as(ids)[:, :-1] * shown)
+        sums["predicted"] = sum_by_position(is_predicted)
+        for kind, logits in (("original", original), ("converted", converted)):
+            rows = zip(_rows(logits), ids.roll(-1, 1).flatten().split(_rows_per_chunk(logits)), strict=True)
+            loss = torch.cat([functional.cross_entropy(part, targets, reduction="none") for part, targets in rows])
+            sums[kind] = sum_by_position(loss.view_as(ids)[:, :-1] * is_predicted)
     return {name: x.cpu().double() for name, x in sums.items()}
 
 
 def compare_logits(original: Tensor, converted: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each row whether the likeliest entry is the same, and the divergence from the original in nats."""
     agreement, divergence = [], []
-    for wanted, found in zip(_rows(original), _rows(converted), strict=True):
-        likely = wanted.log_softmax(-1)
-        divergence.append((likely.exp() * (likely - found.log_softmax(-1))).sum(-1))
-        agreement.append(wanted.argmax(-1) == found.argmax(-1))
+    for original_rows, converted_rows in zip(_rows(original), _rows(converted), strict=True):
+        log_probabilities = original_rows.log_softmax(-1)
+        divergence.append((log_probabilities.exp() * (log_probabilities - converted_rows.log_softmax(-1))).sum(-1))
+        agreement.append(original_rows.argmax(-1) == converted_rows.argmax(-1))
     return torch.cat(agreement).view(original.shape[:-1]), torch.cat(divergence).view(original.shape[:-1])
 
 
-def _at_once(logits: Tensor) -> int:
+def _rows_per_chunk(logits: Tensor) -> int:
     return max(1, AT_ONCE // logits.shape[-1])
 
 
 def _rows(logits: Tensor) -> Sequence[Tensor]:
     """Return the rows in parts that are small enough to copy."""
-    return logits.flatten(0, -2).split(_at_once(logits))
+    return logits.flatten(0, -2).split(_rows_per_chunk(logits))
 
 
 def embeddings(outputs: Outputs, batch: Batch) -> Tensor:
@@ -138,26 +141,26 @@ def embeddings(outputs: Outputs, batch: Batch) -> Tensor:
     mask = mask_of(batch, "decoder" if "decoder_hidden_states" in outputs else "")
     if mask is None or mask.shape != last.shape[:2]:
         return last.mean(1).cpu()
-    there = mask[..., None].float()
-    return ((last * there).sum(1) / there.sum(1).clamp(min=1)).cpu()
+    is_token = mask[..., None].float()
+    return ((last * is_token).sum(1) / is_token.sum(1).clamp(min=1)).cpu()
 
 
 def compare_embeddings(original: Tensor, converted: Tensor) -> dict[str, dict[str, float]]:
     """Return cosine and rank correlation of embeddings (texts, features), see ``compare``."""
-    found = {"cosine": functional.cosine_similarity(original, converted).mean().item()}
+    measures = {"cosine": functional.cosine_similarity(original, converted).mean().item()}
     if len(original) > 2:
-        upper = torch.triu_indices(len(original), len(original), 1)
+        pairs = torch.triu_indices(len(original), len(original), 1)
         unit = (functional.normalize(x) for x in (original, converted))
-        ranks = torch.stack([_rank((x @ x.T)[upper[0], upper[1]]) for x in unit])
+        ranks = torch.stack([_rank((x @ x.T)[pairs[0], pairs[1]]) for x in unit])
         if (ranks.std(1) > 0).all():
-            found["rank correlation"] = torch.corrcoef(ranks)[0, 1].item()
-    return {name: {"original": 1.0, "converted": value} for name, value in found.items()}
+            measures["rank correlation"] = torch.corrcoef(ranks)[0, 1].item()
+    return {name: {"original": 1.0, "converted": value} for name, value in measures.items()}
 
 
 def _rank(values: Tensor) -> Tensor:
     """Return the ranks of the values; values that are equal up to rounding share their mean rank."""
-    _, place, counts = values.double().round(decimals=6).unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[place].double()
+    _, inverse, counts = values.double().round(decimals=6).unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2)[inverse].double()
 
 
 def parts_of(modules: Mapping[str, GraphFilter]) -> list[str]:

@@ -113,10 +113,10 @@ class ConversionReport:
         Raises:
             GraphFilterError: the report has no such measure.
         """
-        found = {measure.name: measure for measure in self.measures}
-        if name not in found:
-            raise GraphFilterError(f"the report has no measure {shown(name)}: {', '.join(found)}")
-        return found[name]
+        by_name = {measure.name: measure for measure in self.measures}
+        if name not in by_name:
+            raise GraphFilterError(f"the report has no measure {shown(name)}: {', '.join(by_name)}")
+        return by_name[name]
 
     def time(self, model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> None:
         """Fill in ``speed`` and, for a decoder, ``decoding``; the arguments are those of ``speed``."""
@@ -137,9 +137,9 @@ class ConversionReport:
     @property
     def verdict(self) -> str:
         """Two sentences: whether the linearized model is faster, and what it lost."""
-        lost = [KEPT[m.name].format(m.converted, m.original) for m in self.measures if m.name in KEPT]
-        paid = f"The linearized model is {self.crossing}." if self.speed else "Its speed was not measured."
-        return " ".join([paid, *(f"{sentence}." for sentence in lost[-1:])])
+        loss_sentences = [KEPT[m.name].format(m.converted, m.original) for m in self.measures if m.name in KEPT]
+        speed_sentence = f"The linearized model is {self.crossing}." if self.speed else "Its speed was not measured."
+        return " ".join([speed_sentence, *(f"{sentence}." for sentence in loss_sentences[-1:])])
 
     def tables(self) -> dict[str, list[list[str]]]:
         """Return tables as rows of text by title; the first row is the header."""
@@ -160,17 +160,18 @@ class ConversionReport:
         contexts += [[label, f"{error:.3f}"] for label, error in self.by_context.items()]
         stages = [["stage", "tokens", "held-out error at the start", "at its best", "ended"]]
         for name, run in self.stages.items():
-            held = [error for _, error in run.history]
-            stages += [[name, f"{run.history[-1][0]:,}", f"{held[0]:.4g}", f"{min(held):.4g}", run.stopped]]
+            run_errors = [error for _, error in run.history]
+            stages += [[name, f"{run.history[-1][0]:,}", f"{run_errors[0]:.4g}", f"{min(run_errors):.4g}", run.stopped]]
         tables = {"the model": measures, "stages": stages, "by context": contexts, "by layer": layers}
         if self.by_position:
             positions = [["tokens before", "perplexity of the original", "linearized"]]
             positions += [
-                [label, *(f"{of[m]:.4g}" for m in ("original", "converted"))] for label, of in self.by_position.items()
+                [label, *(f"{values[m]:.4g}" for m in ("original", "converted"))]
+                for label, values in self.by_position.items()
             ]
             tables["by position"] = positions
-        timed = {"a forward pass": ("tokens", self.speed), "decoding": ("tokens before", self.decoding)}
-        for title, (tokens, times) in timed.items():
+        timings = {"a forward pass": ("tokens", self.speed), "decoding": ("tokens before", self.decoding)}
+        for title, (tokens, times) in timings.items():
             if times:
                 header = [tokens, "original ms", "linearized ms", "linearized / original"]
                 rows = [
@@ -208,19 +209,19 @@ class ConversionReport:
         Raises:
             DamagedFileError: a part is missing or has a wrong type.
         """
-        known = {f.name for f in fields(cls)}
+        names = {f.name for f in fields(cls)}
         kinds = {"measures": Measure, "speed": Speed, "decoding": Speed}
         try:
-            values = {k: [kinds[k](**x) for x in v] if k in kinds else v for k, v in content.items() if k in known}
+            values = {k: [kinds[k](**x) for x in v] if k in kinds else v for k, v in content.items() if k in names}
             stages = {
                 k: TransferReport(**v | {"history": [*map(tuple, v["history"])]}) for k, v in content["stages"].items()
             }
-            found = cls(**values | {"stages": stages})
-            if not has_type(found, cls) or not str(found):
+            report = cls(**values | {"stages": stages})
+            if not has_type(report, cls) or not str(report):
                 raise TypeError("its parts have other types")
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise DamagedFileError(f"no report of a conversion: {error}") from error
-        return found
+        return report
 
     def plot(self) -> Figure:
         """Draw the held-out error of each stage over the tokens so far, and the error by context.
@@ -228,14 +229,14 @@ class ConversionReport:
         Raises:
             GraphFilterError: matplotlib is not installed.
         """
-        parts = len(self.stages) + 1
-        figure = make_figure(3.5 * parts, 3)
-        axes = figure.subplots(1, parts)
-        begun = 0
+        chart_count = len(self.stages) + 1
+        figure = make_figure(3.5 * chart_count, 3)
+        axes = figure.subplots(1, chart_count)
+        offset = 0
         for name, ax in zip(self.stages, axes[:-1], strict=True):
             history = self.stages[name].history
-            ax.plot([begun + tokens for tokens, _ in history], [error for _, error in history], marker=".")
-            begun += history[-1][0]
+            ax.plot([offset + tokens for tokens, _ in history], [error for _, error in history], marker=".")
+            offset += history[-1][0]
             ax.set(title=figure_text(f"stage: {name}"), xlabel="tokens", ylabel="held-out error")
         axes[-1].bar([*map(figure_text, self.by_context)], list(self.by_context.values()))
         axes[-1].tick_params(axis="x", rotation=45)

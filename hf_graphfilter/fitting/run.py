@@ -118,8 +118,8 @@ class StageRun:
                 return
         else:
             self._measure(self.stage.start)
-        shown = {"desc": self.stage.name, "unit": f" {self.stage.unit}s", "disable": not progress}
-        bar = tqdm(total=self.stage.budget, initial=self.used, **shown)
+        bar_options = {"desc": self.stage.name, "unit": f" {self.stage.unit}s", "disable": not progress}
+        bar = tqdm(total=self.stage.budget, initial=self.used, **bar_options)
         with bar, _interruptions(self.checkpoint is not None) as interrupted:
             while self.used < self.stage.budget:
                 evaluations, problem = self.used // eval_every, None
@@ -133,10 +133,10 @@ class StageRun:
                 if problem is not None:
                     self.report.stopped = f"{problem}, best state kept"
                     break
-                asked = total(interrupted())
-                if due or asked:
+                is_interrupted = total(interrupted())
+                if due or is_interrupted:
                     self._save()
-                if asked:
+                if is_interrupted:
                     raise KeyboardInterrupt
                 if ended:
                     self.report.stopped = f"the batches ended at step {self.step} (an iterator gives them once)"
@@ -154,8 +154,8 @@ class StageRun:
         self.optimizer.zero_grad()
         errors = self.stage.step(batch)
         size = total(self.stage.size(batch))
-        done, warm_up = self.used / self.stage.budget, max(1, self.stage.budget // 20)
-        factor = min(1.0, (self.used + size) / warm_up) * 0.5 * (1 + math.cos(math.pi * done))
+        progress, warm_up = self.used / self.stage.budget, max(1, self.stage.budget // 20)
+        factor = min(1.0, (self.used + size) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         self.step, self.used = self.step + 1, self.used + size
@@ -208,17 +208,17 @@ class StageRun:
 
     def _restore(self, checkpoint: Checkpoint) -> bool:
         """Resume from the checkpoint; return False if it holds no progress of this stage."""
-        if (found := checkpoint.read()) is None:
+        if (state := checkpoint.read()) is None:
             return False
-        progress, tensors = found
+        progress, tensors = state
         finished = self.stage.name in checkpoint.finished
         if progress["stage"] != self.stage.name:
             if finished:  # the progress of a later stage includes its result
                 self.step = progress["earlier_steps"]
             return finished
         if any(f"best.{k}" not in tensors for k in self.parameters):  # earlier code chose layers by another rule
-            place = printable(checkpoint.directory)
-            warnings.warn(f"progress of other layers is ignored, and the stage begins again: {place}", stacklevel=2)
+            directory = printable(checkpoint.directory)
+            warnings.warn(f"progress of other layers is ignored, and the stage begins again: {directory}", stacklevel=2)
             return False
         self.report.before, self.report.history = progress["before"], [tuple(pair) for pair in progress["history"]]
         if finished:
@@ -231,8 +231,8 @@ class StageRun:
             for moment in ("step", "exp_avg", "exp_avg_sq"):
                 if (t := tensors.get(f"{moment}.{name}")) is not None:
                     self.optimizer.state[parameter][moment] = t if moment == "step" else t.to(parameter)
-        place = printable(checkpoint.directory)
-        logger.info("resumed the stage %r at step %d from %s", self.stage.name, self.step, place)
+        directory = printable(checkpoint.directory)
+        logger.info("resumed the stage %r at step %d from %s", self.stage.name, self.step, directory)
         return True
 
 
@@ -242,19 +242,19 @@ def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
 
     A second Ctrl-C ends the program at once.
     """
-    asked = False
+    was_pressed = False
 
     def note(*_: Any) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal was_pressed
+        was_pressed = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    ours = threading.current_thread() is threading.main_thread()
-    if not (deferred and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not (deferred and is_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
         yield lambda: False
         return
     signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: asked
+        yield lambda: was_pressed
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -30,7 +30,7 @@ def load_conversion(source: str | Path, **hub_options: Any) -> ConversionReport 
     """
     from transformers.utils import cached_file
 
-    missing_is_none = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    missing_is_none = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
     try:
         file = cached_file(str(source), CONVERSION_FILE, **missing_is_none, **hub_options)  # type: ignore[arg-type]
     except OSError as error:
@@ -78,20 +78,20 @@ def save_conversion(
         raise GraphFilterError(f"report must be what linearize returned, got {shown(report)}")
     folder, name = Path(folder), f"{FIGURES}/conversion.png"
     check_card(folder / "README.md", force)
-    drawn = importlib.util.find_spec("matplotlib") is not None
-    parts = [
+    has_figure = importlib.util.find_spec("matplotlib") is not None
+    sections = [
         "## Conversion",
         "A filter replaces the attention of this model. It was fitted to the outputs of that attention on "
         f"{report.tokens:,} tokens. The numbers are of inputs that the fit did not see. *Without* names a part of the "
         "filter that is switched off.",
         report.to_markdown(),
-        f"![held-out error over the tokens, and by context]({name})" * drawn,
+        f"![held-out error over the tokens, and by context]({name})" * has_figure,
         card.pop("description", ""),
     ]
-    description = "\n\n".join(filter(None, parts))
-    made = create_model_card(model, **{"repo_id": str(folder), **card}, description=description)
+    description = "\n\n".join(filter(None, sections))
+    model_card = create_model_card(model, **{"repo_id": str(folder), **card}, description=description)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / CONVERSION_FILE, json.dumps(report.to_dict(), indent=1) + "\n")
-    if drawn:
+    if has_figure:
         report.save_figure(folder / name)
-    made.save(folder / "README.md", force=force)
+    model_card.save(folder / "README.md", force=force)

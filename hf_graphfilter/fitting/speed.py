@@ -65,9 +65,9 @@ def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 
         [64]
     """
     model = encoder_of(model)
-    chosen, vocabulary = _possible(model, lengths, LENGTHS)
+    token_counts, vocabulary = _limit_lengths(model, lengths, LENGTHS)
     with _forms(model) as (forms, device):
-        return [_row(forms, n, torch.randint(0, vocabulary, (1, n), device=device), rounds) for n in chosen]
+        return [_row(forms, n, torch.randint(0, vocabulary, (1, n), device=device), rounds) for n in token_counts]
 
 
 @torch.no_grad()
@@ -94,14 +94,15 @@ def decoding_speed(
         >>> [row.tokens for row in decoding_speed(model, [64, 4096])]
         [64]
     """
-    chosen, vocabulary = _possible(model, contexts, CONTEXTS, steps * rounds + 2)  # one step to warm up, one for memory
-    found = []
+    # one step to warm up, one for memory
+    token_counts, vocabulary = _limit_lengths(model, contexts, CONTEXTS, steps * rounds + 2)
+    rows = []
     with _forms(model) as (forms, device):
-        for n in chosen:
+        for n in token_counts:
             ids = torch.randint(0, vocabulary, (1, n), device=device)
             decode = {name: _decoder(form, ids) for name, form in forms.items()}
-            found.append(taken_in_turn(n, decode, device, rounds, steps))
-    return found
+            rows.append(taken_in_turn(n, decode, device, rounds, steps))
+    return rows
 
 
 def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
@@ -117,28 +118,28 @@ def last_logits(model: nn.Module, count: int = 1) -> dict[str, int]:
     return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-def _possible(
-    model: nn.Module, lengths: Iterable[int] | None, usual: Iterable[int], more: int = 0
+def _limit_lengths(
+    model: nn.Module, lengths: Iterable[int] | None, defaults: Iterable[int], margin: int = 0
 ) -> tuple[list[int], int]:
-    """Return the lengths that leave room for ``more`` tokens, and the size of the vocabulary.
+    """Return the lengths that leave room for ``margin`` tokens, and the size of the vocabulary.
 
     If none of the usual lengths leaves room, return the longest length that does.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    vocabulary, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
-    if most is None and lengths is None:  # no limit (T5), but the model was not made for 16,384 tokens
-        most = UNBOUNDED
+    vocabulary, limit = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    if limit is None and lengths is None:  # no limit (T5), but the model was not made for 16,384 tokens
+        limit = UNBOUNDED
     lengths = list(lengths) if isinstance(lengths, Iterable) else lengths
     if lengths is not None and not (has_type(lengths, list[int]) and all(n >= 1 for n in lengths)):
         raise GraphFilterError(f"numbers of tokens must be a list of integers from 1 on, got {shown(lengths)}")
-    chosen = [n for n in (usual if lengths is None else lengths) if most is None or n + more <= most]
-    if lengths is None and not chosen and most is not None and most > more:
-        chosen = [most - more]
-    if vocabulary is None or model.main_input_name != "input_ids" or not chosen:
+    token_counts = [n for n in (defaults if lengths is None else lengths) if limit is None or n + margin <= limit]
+    if lengths is None and not token_counts and limit is not None and limit > margin:
+        token_counts = [limit - margin]
+    if vocabulary is None or model.main_input_name != "input_ids" or not token_counts:
         raise GraphFilterError(
-            f"speed is measured on texts of at most {most} tokens: {type(model).__name__} takes none"
+            f"speed is measured on texts of at most {limit} tokens: {type(model).__name__} takes none"
         )
-    return chosen, vocabulary
+    return token_counts, vocabulary
 
 
 @contextlib.contextmanager
@@ -177,9 +178,9 @@ def taken_in_turn(
     tokens: int, calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1
 ) -> Speed:
     """Time and measure an original and a converted call, see ``time_in_turn``."""
-    taken, mb = time_in_turn(calls, device, rounds, times)
-    ratios = [b / a for a, b in zip(taken["original"], taken["converted"], strict=True)]
-    ms = {name: median(values) for name, values in taken.items()}
+    durations, mb = time_in_turn(calls, device, rounds, times)
+    ratios = [b / a for a, b in zip(durations["original"], durations["converted"], strict=True)]
+    ms = {name: median(values) for name, values in durations.items()}
     return Speed(tokens, ms["original"], ms["converted"], median(ratios), mb["original"], mb["converted"])
 
 
@@ -195,18 +196,18 @@ def time_in_turn(
     """
     if type(rounds) is not int or rounds < 1:
         raise GraphFilterError(f"rounds must be a whole number from 1 on, got {shown(rounds)}")
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    durations: dict[str, list[float]] = {name: [] for name in calls}
     mb: dict[str, float | None] = dict.fromkeys(calls)
     for _ in range(rounds):
         for name, call in calls.items():
             wait_for(device)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(times):
                 call()
             wait_for(device)
-            taken[name].append(1e3 * (time.perf_counter() - begun) / times)
+            durations[name].append(1e3 * (time.perf_counter() - start) / times)
     for name, call in calls.items() if memory else ():
         if (before := begin_peak_memory(device)) is not None:
             call()
             mb[name] = peak_memory(device) - before
-    return taken, mb
+    return durations, mb

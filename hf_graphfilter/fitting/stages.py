@@ -66,9 +66,9 @@ class Linearization(Fit):
         self.tokens: dict[str, int] = {}
         self.reports: dict[str, TransferReport] = {}
         self.predicts, self.probes = False, list[Batch]()
-        fitted = [site for site in host_of(self.model).find(self.model)[0] if hasattr(site.module, CHILD)]
+        patched_sites = [site for site in host_of(self.model).find(self.model)[0] if hasattr(site.module, CHILD)]
         config: Any = self.model.config
-        self.causal = all(site.causal for site in fitted) and not config.is_encoder_decoder
+        self.causal = all(site.causal for site in patched_sites) and not config.is_encoder_decoder
 
     def begin(self, reach: int) -> None:
         """Measure the filters before the first step; attention is exact for the last ``reach`` tokens.
@@ -77,8 +77,8 @@ class Linearization(Fit):
             GraphFilterError: exact attention spans all held-out inputs.
         """
         with self.autocast():
-            before, (_, beyond) = errors_by_context(self.model, self.modules, self.batches.held, [reach + 1])
-        if reach and all(map(math.isnan, beyond.values())):
+            before, (_, far_errors) = errors_by_context(self.model, self.modules, self.batches.held, [reach + 1])
+        if reach and all(map(math.isnan, far_errors.values())):
             raise GraphFilterError(
                 f"the longest held-out input has {self._longest(self.batches.held)} tokens, which the window spans (it "
                 f"reaches {reach} tokens back), so that the filter beyond it would learn nothing: give longer ones, or "
@@ -109,10 +109,10 @@ class Linearization(Fit):
         stage.clip = None if stage.name == "attention" else 1.0
         report, checkpoint = TransferReport(self.report.before), None
         if self.checkpoint is not None:
-            so_far = {name: self.tokens[name] for name in [*self.reports, stage.name]}
-            checkpoint = Checkpoint(self.checkpoint / folder, {**self.settings, "tokens": so_far})
-        measured = sum(map(self.size, self.batches.held))  # measure no more tokens than are fitted
-        interval = max(1, stage.budget // self.evaluations, measured)
+            stage_tokens = {name: self.tokens[name] for name in [*self.reports, stage.name]}
+            checkpoint = Checkpoint(self.checkpoint / folder, {**self.settings, "tokens": stage_tokens})
+        held_out_tokens = sum(map(self.size, self.batches.held))  # measure no more tokens than are fitted
+        interval = max(1, stage.budget // self.evaluations, held_out_tokens)
         StageRun(stage, report, checkpoint).fit(batches, interval, None, self.progress)
         self.report.before |= report.before  # errors from the first call, if this one resumes
         return report
@@ -148,14 +148,14 @@ class Linearization(Fit):
         """Return the modules that keep their attention if a share is linearized, and the gain of every module."""
         count = count_kept(share, len(self.modules))
         rounds = range(min(count, GREEDY + 1))
-        measured = {"text": self.batches.held[:TEXTS], "retrieval": self.probes}
-        measured = {kind: batches for kind, batches in measured.items() if choose in (kind, "both")}
-        total = sum(map(len, measured.values())) * (bool(count) + sum(len(self.modules) - i for i in rounds))
+        samples = {"text": self.batches.held[:TEXTS], "retrieval": self.probes}
+        samples = {kind: batches for kind, batches in samples.items() if choose in (kind, "both")}
+        total = sum(map(len, samples.values())) * (bool(count) + sum(len(self.modules) - i for i in rounds))
         bar = tqdm(total=total, desc="choice of layers", unit=" batches", disable=not (self.progress and count))
 
         def measure(restored: list[list[str]]) -> list[Losses]:
-            losses: dict[str, list[float]] = {kind: [0.0] * len(restored) for kind in measured}
-            for kind, batches in measured.items():
+            losses: dict[str, list[float]] = {kind: [0.0] * len(restored) for kind in samples}
+            for kind, batches in samples.items():
                 for batch in batches:
                     step: Step = self._fit_task
                     if kind == "text":
@@ -211,31 +211,31 @@ class Linearization(Fit):
 
     def _longest(self, batches: Iterable[Batch]) -> int:
         """Return the largest number of tokens that a token sees in a filter."""
-        seen: list[int] = []
+        contexts: list[int] = []
 
         def observe(name: str, squares: Squares) -> None:
-            seen.append(int(squares.context.max()))
+            contexts.append(int(squares.context.max()))
 
         with torch.no_grad(), attending(self.modules, observe):
             for batch in batches:
                 self.model(**batch)
-        return max(seen)
+        return max(contexts)
 
     @torch.no_grad()
     def measured(self, original: Original) -> ConversionReport:
         """Return the errors of the layers and the measures of the model, whole and without each part of the filters."""
-        held = self.batches.held
+        held_out = self.batches.held
         with self.autocast():
-            after, by_context = errors_by_context(self.model, self.modules, held, BOUNDS)
-            quality, by_position = compare(self.model, original, held, self.causal)
+            after, by_context = errors_by_context(self.model, self.modules, held_out, BOUNDS)
+            quality, by_position = compare(self.model, original, held_out, self.causal)
             errors: dict[str, float] = {}
-            switched: dict[str, dict[str, dict[str, float]]] = {}
+            ablations: dict[str, dict[str, dict[str, float]]] = {}
             for part in parts_of(self.modules):
                 with switch_off(part, [f for f in self.modules.values() if part in f.branches()]):
-                    switched[part] = compare(self.model, original, held, self.causal).measures
+                    ablations[part] = compare(self.model, original, held_out, self.causal).measures
                     errors[part] = mean(self.errors())
         measures = [
-            Measure(name, **values, without={part: measured[name]["converted"] for part, measured in switched.items()})
+            Measure(name, **values, without={part: measured[name]["converted"] for part, measured in ablations.items()})
             for name, values in quality.items()
         ]
         return ConversionReport(
@@ -256,31 +256,31 @@ class Linearization(Fit):
         """
         original, batch, kind = self.original(), self.batches.held[0], type(self.model).__name__
         outputs = original(batch)
-        last = outputs.get("logits", next(iter(outputs.values())))
-        if not last.isfinite().all():
+        output = outputs.get("logits", next(iter(outputs.values())))
+        if not output.isfinite().all():
             raise GraphFilterError(
-                f"the original model gives NaN or infinity in {last.dtype}, before anything is linearized: load it in "
-                "float32 or bfloat16"
+                f"the original model gives NaN or infinity in {output.dtype}, before anything is linearized: load it "
+                "in float32 or bfloat16"
             )
         if "logits" in stages and "logits" not in outputs:
             raise GraphFilterError(f"the stage 'logits' needs logits, and {kind} gives none: use 'hidden'")
         if "task" in stages:
             _task_loss(outputs)
-        ends_in = "logits" if "logits" in outputs else "hidden"
-        del outputs, last  # logits of a large vocabulary take much memory
+        final_stage = "logits" if "logits" in outputs else "hidden"
+        del outputs, output  # logits of a large vocabulary take much memory
         # raise now rather than in the last stage
         self.predicts = "perplexity" in compare(self.model, original, [batch], self.causal).measures
-        fitted = {*stages} or {ends_in}
-        for stage in (fitted | {ends_in} - {"logits"}) & {*DISTANCES}:  # `compare` has just used the logits
+        fitted = {*stages} or {final_stage}
+        for stage in (fitted | {final_stage} - {"logits"}) & {*DISTANCES}:  # `compare` has just used the logits
             self.check_outputs(original, stage)
-        return ends_in
+        return final_stage
 
 
 def _mean_by_context(by_context: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean error over the modules by the number of tokens that a token sees, up to each of ``BOUNDS``."""
     # the stacks of a model differ in length
-    seen = ({name: error for name, error in errors.items() if not math.isnan(error)} for errors in by_context)
-    return {label: mean(errors) for label, errors in zip(RANGES, seen, strict=True) if errors}
+    finite_errors = ({name: error for name, error in errors.items() if not math.isnan(error)} for errors in by_context)
+    return {label: mean(errors) for label, errors in zip(RANGES, finite_errors, strict=True) if errors}
 
 
 def _task_loss(outputs: Any) -> Tensor:

@@ -103,10 +103,10 @@ def transfer_attention(
     # under the name "coefficient_lr", so that progress of earlier versions can be resumed
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "coefficient_lr": filter_lr}
     settings["filters"] = [graph_filter.config.to_dict() for _, graph_filter in filters_of(model, required=True)]
-    more = 0
+    extra_steps = 0
     if end_to_end is not None:
-        more = steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps
-        settings |= {"end_to_end": end_to_end, "end_to_end_steps": more, "end_to_end_lr": end_to_end_lr}
+        extra_steps = steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps
+        settings |= {"end_to_end": end_to_end, "end_to_end_steps": extra_steps, "end_to_end_lr": end_to_end_lr}
     batches = Batches(model, dataloader, holdout)
     fit = Fit(model, batches, rates, settings, checkpoint, progress, eval_every, patience)
     report = fit.report
@@ -120,7 +120,7 @@ def transfer_attention(
             if steps:
                 fit.fit_attention(steps)
             if end_to_end is not None and not report.stopped.startswith("non-finite"):
-                fit.fit_outputs("end to end", more, original, end_to_end)
+                fit.fit_outputs("end to end", extra_steps, original, end_to_end)
         report.after = fit.errors()
     report.seconds = time.monotonic() - started
     return report

@@ -58,46 +58,48 @@ def trained(model: nn.Module, modules: dict[str, GraphFilter], kind: Train, rank
     if kind == "filters":
         yield Trained({}, original_of(model, modules))
     elif kind == "lora":
-        with _adapters(model, modules, rank) as found:
-            yield found
+        with _train_adapters(model, modules, rank) as weights:
+            yield weights
     else:
-        with _all(model, modules) as found:
-            yield found
+        with _train_all(model, modules) as weights:
+            yield weights
 
 
 @contextlib.contextmanager
-def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterator[Trained]:
+def _train_adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterator[Trained]:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_projections(model, modules))
     with warnings.catch_warnings():  # PEFT uses names that transformers has deprecated
         warnings.simplefilter("ignore", FutureWarning)
-        adapted: Any = get_peft_model(model, config)
+        peft_model: Any = get_peft_model(model, config)
     for graph_filter in modules.values():
         graph_filter.requires_grad_(True)
-    inside = original_of(model, modules)
-    earlier: list[tuple[Any, nn.Parameter]] = []  # layers with merged adapters, and their earlier weights
+    run_original = original_of(model, modules)
+    earlier_weights: list[tuple[Any, nn.Parameter]] = []  # layers with merged adapters, and their earlier weights
 
     def original(batch: Batch) -> Outputs:
-        with _holding(earlier) if earlier else adapted.disable_adapter():
-            return inside(batch)
+        with _swap_weights(earlier_weights) if earlier_weights else peft_model.disable_adapter():
+            return run_original(batch)
 
     def merge() -> None:
         layers: list[Any] = [part.get_base_layer() for part in model.modules() if isinstance(part, BaseTunerLayer)]
         before = [(layer, layer.weight, layer.weight.data.clone()) for layer in layers]
-        adapted.merge_and_unload()
+        peft_model.merge_and_unload()
         for layer, weight, data in before:  # merging gives quantized layers a new parameter
-            earlier.append((layer, nn.Parameter(data, requires_grad=False) if layer.weight is weight else weight))
+            earlier_weights.append(
+                (layer, nn.Parameter(data, requires_grad=False) if layer.weight is weight else weight)
+            )
 
     try:
         yield Trained({n: p for n, p in model.named_parameters() if ".lora_" in n}, original, merge)
-        if not earlier:
+        if not earlier_weights:
             merge()
     except BaseException:
-        if not earlier:
-            adapted.unload()
-        for layer, weight in earlier:
+        if not earlier_weights:
+            peft_model.unload()
+        for layer, weight in earlier_weights:
             if type(weight) is nn.Parameter:
                 layer.weight.data = weight.data
             else:
@@ -108,38 +110,38 @@ def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterato
 
 
 @contextlib.contextmanager
-def _holding(weights: list[tuple[Any, nn.Parameter]]) -> Iterator[None]:
+def _swap_weights(weights: list[tuple[Any, nn.Parameter]]) -> Iterator[None]:
     """Give layers other weights inside the ``with`` block."""
-    held = [layer.weight for layer, _ in weights]
+    own_weights = [layer.weight for layer, _ in weights]
     try:
         for layer, weight in weights:
             layer.weight = weight
         yield
     finally:
-        for (layer, _), weight in zip(weights, held, strict=True):
+        for (layer, _), weight in zip(weights, own_weights, strict=True):
             layer.weight = weight
 
 
 def _projections(model: nn.Module, modules: dict[str, GraphFilter]) -> list[str]:
     """Return the names of the linear layers in the attention block of each module, below its numbered layer."""
-    found = []
+    names = []
     for name in modules:
         block = name
-        while (around := block.rpartition(".")[0]) and not around.rpartition(".")[2].isdigit():
-            block = around
+        while (parent := block.rpartition(".")[0]) and not parent.rpartition(".")[2].isdigit():
+            block = parent
         for inner, layer in model.get_submodule(block).named_modules():
             if isinstance(layer, (nn.Linear, Conv1D)) and CHILD not in inner.split("."):
-                found.append(f"{block}.{inner}")
-    return found
+                names.append(f"{block}.{inner}")
+    return names
 
 
 @contextlib.contextmanager
-def _all(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[Trained]:
+def _train_all(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[Trained]:
     filters = {id(p) for graph_filter in modules.values() for p in graph_filter.parameters()}
     weights = {n: p for n, p in model.named_parameters() if id(p) not in filters and p.is_floating_point()}
-    before = copy.deepcopy(model).requires_grad_(False)
-    original = original_of(before, {name: before.get_submodule(f"{name}.{CHILD}") for name in modules})  # type: ignore
-    with restored_on_error((parameter, before.get_parameter(name)) for name, parameter in weights.items()):
+    twin = copy.deepcopy(model).requires_grad_(False)
+    original = original_of(twin, {name: twin.get_submodule(f"{name}.{CHILD}") for name in modules})  # type: ignore
+    with restored_on_error((parameter, twin.get_parameter(name)) for name, parameter in weights.items()):
         for parameter in weights.values():
             parameter.requires_grad_(True)
         yield Trained(weights, original)
@@ -189,8 +191,8 @@ def recomputed(model: Any, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    later = hasattr(type(model), "is_activation_checkpointing")  # its later name
-    earlier = model.is_activation_checkpointing if later else model.is_gradient_checkpointing
+    has_new_name = hasattr(type(model), "is_activation_checkpointing")  # its later name
+    was_enabled = model.is_activation_checkpointing if has_new_name else model.is_gradient_checkpointing
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its later name
     enable({"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -202,7 +204,7 @@ def recomputed(model: Any, wanted: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if not earlier:
+        if not was_enabled:
             getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
         for layer in layers:
             layer.training = False

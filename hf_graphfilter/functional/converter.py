@@ -50,9 +50,9 @@ def unitary(x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *, inverse: 
 
     Source: Zhang et al., Converter (preprint, 2025), Eq. 6 and 7 with one order (1-DHHP) and no permutation.
     """
-    signal, lower, upper, phase = _prepared("unitary", x, lower, upper, phase)
-    turn = unit(-phase if inverse else phase)
-    return _shaped(hessenberg.transform(signal, lower, upper, turn, forward=not inverse, back=inverse), x)
+    signal, lower, upper, phase = _prepare("unitary", x, lower, upper, phase)
+    scale = unit(-phase if inverse else phase)
+    return _reshape(hessenberg.transform(signal, lower, upper, scale, forward=not inverse, back=inverse), x)
 
 
 def synvolution(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ def synvolution(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor
 
     Source: Zhang et al., Converter (preprint, 2025), Eq. 8.
     """
-    signal, eigenvalues, lower, upper, phase = _prepared_filter("synvolution", value, eigenvalues, lower, upper, phase)
-    return _shaped(_filtered(signal, eigenvalues, lower, upper, phase), value)
+    signal, eigenvalues, lower, upper, phase = _prepare_filter("synvolution", value, eigenvalues, lower, upper, phase)
+    return _reshape(_filter(signal, eigenvalues, lower, upper, phase), value)
 
 
 def kernelution(
@@ -123,10 +123,10 @@ def kernelution(
         raise GraphFilterError(f"kernelution: coefficients is (K+1,), got {tuple(coefficients.shape)}")
     K = len(coefficients) - 1
     damping = gibbs_damping(kernel, K, M=M, xi=xi, a=a, b=b)
-    signal, eigenvalues, lower, upper, phase = _prepared_filter("kernelution", value, eigenvalues, lower, upper, phase)
+    signal, eigenvalues, lower, upper, phase = _prepare_filter("kernelution", value, eigenvalues, lower, upper, phase)
     weights = coefficients.to(eigenvalues) * damping.to(eigenvalues)
     polynomial = expand(eigenvalues[:, None, :, None], weights, recurrence("chebyshev", K))[:, 0, :, 0]
-    return _shaped(_filtered(signal, polynomial, lower, upper, phase), value)
+    return _reshape(_filter(signal, polynomial, lower, upper, phase), value)
 
 
 def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: float = 0.5, b: float = 2.0) -> Tensor:
@@ -162,9 +162,9 @@ def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: flo
         raise GraphFilterError(f"gibbs_damping: M must be an integer >= 1, got {shown(M)}")
     if kernel == "lanczos" and M > LARGEST:
         raise GraphFilterError(f"gibbs_damping: M must be at most {LARGEST}, got {shown(M)}")
-    if kernel == "lorentz" and (not _finite(xi) or xi == 0):
+    if kernel == "lorentz" and (not _is_finite(xi) or xi == 0):
         raise GraphFilterError(f"gibbs_damping: xi must be a finite number that is not 0, got {shown(xi)}")
-    if kernel == "wang" and not (_finite(a) and _finite(b) and a >= 0 and b > 0):
+    if kernel == "wang" and not (_is_finite(a) and _is_finite(b) and a >= 0 and b > 0):
         raise GraphFilterError(
             f"gibbs_damping: a must be finite and >= 0, b finite and > 0, got a={shown(a)}, b={shown(b)}"
         )
@@ -213,12 +213,12 @@ def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
     return math.pi * (orders * spectral.to_float32(coefficients)).square().sum()
 
 
-def _filtered(signal: Tensor, angle: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
+def _filter(signal: Tensor, angle: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
     response = unit(angle + 0 * phase)  # D^-1 exp(i angle) D
     return hessenberg.transform(signal, lower, upper, response, forward=True, back=True)
 
 
-def _finite(x: object) -> bool:
+def _is_finite(x: object) -> bool:
     return isinstance(x, int | float) and abs(x) <= sys.float_info.max
 
 
@@ -226,7 +226,7 @@ def _integer(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-def _prepared(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+def _prepare(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     """Return the signal (batch, tokens, all features), the rotations and the rest, in the precision of the result."""
     real(name, lower=lower, upper=upper, phase=phase)
     if x.dim() not in (3, 4) or not (x.is_floating_point() or x.is_complex()):
@@ -246,11 +246,11 @@ def _prepared(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor,
     return signal, *(t.to(dtype) for t in (lower, upper, phase, *more))
 
 
-def _prepared_filter(
+def _prepare_filter(
     name: str, x: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor
 ) -> tuple[Tensor, ...]:
     real(name, eigenvalues=eigenvalues)
-    signal, lower, upper, phase, real_eigenvalues = _prepared(name, x, lower, upper, phase, eigenvalues)
+    signal, lower, upper, phase, real_eigenvalues = _prepare(name, x, lower, upper, phase, eigenvalues)
     if eigenvalues.shape != phase.shape:
         raise GraphFilterError(
             f"{name}: eigenvalues is (batch, tokens), here {tuple(phase.shape)}, got {tuple(eigenvalues.shape)}"
@@ -258,7 +258,7 @@ def _prepared_filter(
     return signal, real_eigenvalues, lower, upper, phase
 
 
-def _shaped(signal: Tensor, like: Tensor) -> Tensor:
+def _reshape(signal: Tensor, like: Tensor) -> Tensor:
     if like.dim() == 3:
         return signal
     return signal.unflatten(2, (like.shape[1], like.shape[3])).transpose(1, 2)

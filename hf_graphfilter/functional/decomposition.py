@@ -131,17 +131,17 @@ def singularformer(
     spread = spectral.to_float32(scores).softmax(-1).to(value.dtype)
     gather = spectral.basis(scores.unsqueeze(1), -2, keys).squeeze(1).mT  # (batch, r, tokens)
 
-    def pooled(x: Tensor) -> Tensor:
+    def pool(x: Tensor) -> Tensor:
         """Pool (batch, heads, tokens, features) to (batch, heads, r, features), with one product for all heads."""
-        together = gather.to(x.dtype) @ x.transpose(1, 2).flatten(2)  # rotary positions may make the query wider
-        return repeat_heads(together.unflatten(-1, (x.shape[1], -1)).transpose(1, 2), heads)
+        pooled_heads = gather.to(x.dtype) @ x.transpose(1, 2).flatten(2)  # rotary positions may make the query wider
+        return repeat_heads(pooled_heads.unflatten(-1, (x.shape[1], -1)).transpose(1, 2), heads)
 
     with torch.autocast(query.device.type, enabled=False):  # half precision may not hold the scores
-        scaled = spectral.to_float32(pooled(query)) * (features**-0.5 if scale is None else scale)
-        core = scaled @ spectral.to_float32(pooled(key)).mT
+        scaled_query = spectral.to_float32(pool(query)) * (features**-0.5 if scale is None else scale)
+        core = scaled_query @ spectral.to_float32(pool(key)).mT
     if previous is not None:
         core = core + previous
-    inner = core.softmax(-1).to(value.dtype) @ pooled(value)
+    inner = core.softmax(-1).to(value.dtype) @ pool(value)
     out = spread @ inner.transpose(1, 2).flatten(2)
     return out.unflatten(-1, (heads, -1)).transpose(1, 2), core
 

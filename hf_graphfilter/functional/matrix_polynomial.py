@@ -77,8 +77,8 @@ def gfsa(
     keys = _visible(mask, query)
     if causal and keys is not None:
         tokens = query.shape[2]
-        earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
-        keys = keys & earlier if keys.dtype == torch.bool else keys.masked_fill(~earlier, -torch.inf)
+        causal_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+        keys = keys & causal_mask if keys.dtype == torch.bool else keys.masked_fill(~causal_mask, -torch.inf)
 
     def attend(k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         k, v = repeat_heads(k, heads), repeat_heads(v, heads)
@@ -129,10 +129,10 @@ def _visible(mask: Tensor | None, query: Tensor) -> Tensor | None:
     if mask is None:
         return None
     batch, heads, tokens, _ = query.shape
-    if mask.shape == (batch, tokens) and (there := present(mask, query)) is not None:
-        return there[:, None, None, :]
+    if mask.shape == (batch, tokens) and (is_token := present(mask, query)) is not None:
+        return is_token[:, None, None, :]
     sizes = zip(mask.shape, (batch, heads, tokens, tokens), strict=False)
-    if mask.dim() != 4 or any(size not in (1, whole) for size, whole in sizes):
+    if mask.dim() != 4 or any(size not in (1, full_size) for size, full_size in sizes):
         raise GraphFilterError(
             f"gfsa: mask is (batch, tokens), here ({batch}, {tokens}), or of queries by keys with four dimensions, as "
             f"mask[None, None] has; got {tuple(mask.shape)}"
@@ -143,9 +143,9 @@ def _visible(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:
-    wide = torch.promote_types(like.dtype, torch.float32)
-    c = torch.as_tensor(c, device=like.device, dtype=None if isinstance(c, Tensor) else wide)
-    c = c if c.is_floating_point() else c.to(wide)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    c = torch.as_tensor(c, device=like.device, dtype=None if isinstance(c, Tensor) else dtype)
+    c = c if c.is_floating_point() else c.to(dtype)
     if c.dim() > 1 or (c.dim() == 1 and c.shape[0] not in (1, heads)):
         raise GraphFilterError(f"gfsa: {name} is a number or a tensor ({heads},), got shape {tuple(c.shape)}")
     return c.expand(heads)

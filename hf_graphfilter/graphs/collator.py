@@ -55,7 +55,7 @@ class GraphCollator:
 
     def __call__(self, graphs: Sequence[Any]) -> BatchFeature:
         """Return the arguments of ``GraphormerModel.forward``; ``to(device)`` moves them all."""
-        ready = [self._prepare(graph, place) for place, graph in enumerate(graphs)]
+        ready = [self._prepare(graph, number) for number, graph in enumerate(graphs)]
         if not ready:
             raise GraphFilterError("a batch needs one graph or more")
         batch = {name: _pad([graph[name] for graph in ready], fill) for name, fill in PADDING.items()}
@@ -67,44 +67,44 @@ class GraphCollator:
             batch["labels"] = self._stack_labels(labels)
         return BatchFeature(batch)
 
-    def _prepare(self, graph: Any, place: int) -> Mapping[str, Any]:
+    def _prepare(self, graph: Any, number: int) -> Mapping[str, Any]:
         try:
             if isinstance(graph, Mapping) and "pair_kinds" in graph:  # arrays, or lists from ``datasets``
-                read = {name: x for name, x in graph.items() if name in PADDING or name in ("labels", "directed")}
-                return {name: x if x is None else np.asarray(x) for name, x in read.items()}
+                entries = {name: x for name, x in graph.items() if name in PADDING or name in ("labels", "directed")}
+                return {name: x if x is None else np.asarray(x) for name, x in entries.items()}
             return prepare_graph(graph, self.config)
         except GraphFilterError as error:
-            raise GraphFilterError(f"graph {place} of the batch: {error}") from error
+            raise GraphFilterError(f"graph {number} of the batch: {error}") from error
 
     def _check_sizes(self, ready: list[Mapping[str, Any]], batch: Mapping[str, Tensor]) -> None:
         """Raise an error for graphs prepared for another model, such as features without an embedding in this one."""
-        for place, graph in enumerate(ready):
+        for number, graph in enumerate(ready):
             if graph.get("directed", self.config.directed) != self.config.directed:
-                raise GraphFilterError(f"graph {place} of the batch {OTHER_CONFIG}")
+                raise GraphFilterError(f"graph {number} of the batch {OTHER_CONFIG}")
         hops, sizes = count_hops(self.config), {"node_features": self.config.node_feature_sizes}
         if hops:
             sizes["kind_edges"] = self.config.edge_feature_sizes
-        for name, most in sizes.items():
-            shape = (hops, len(most)) if name == "kind_edges" else (len(most),)
-            for place, graph in enumerate(ready):
+        for name, limits in sizes.items():
+            shape = (hops, len(limits)) if name == "kind_edges" else (len(limits),)
+            for number, graph in enumerate(ready):
                 if graph[name].shape[1:] != shape:
-                    raise GraphFilterError(f"graph {place} of the batch {OTHER_CONFIG}")
-            beyond = (batch[name] >= torch.tensor(most)).flatten(1).any(1)
+                    raise GraphFilterError(f"graph {number} of the batch {OTHER_CONFIG}")
+            is_invalid = (batch[name] >= torch.tensor(limits)).flatten(1).any(1)
             if name == "kind_edges":  # a graph whose edges all lack features was prepared without edge features
-                beyond |= (batch["in_degree"] > 0).any(1) & (batch[name] < 0).flatten(1).all(1)
-            if beyond.any():
-                raise GraphFilterError(f"graph {int(beyond.int().argmax())} of the batch {OTHER_CONFIG}")
+                is_invalid |= (batch["in_degree"] > 0).any(1) & (batch[name] < 0).flatten(1).all(1)
+            if is_invalid.any():
+                raise GraphFilterError(f"graph {int(is_invalid.int().argmax())} of the batch {OTHER_CONFIG}")
 
     def _stack_labels(self, labels: list[Any]) -> Tensor:
         targets = int(self.config.num_labels or 1)
         classes = self.config.problem_type == "single_label_classification"
         expected = 1 if classes else targets
         rows = [np.asarray([] if label is None else label, dtype=float).reshape(-1) for label in labels]
-        for place, row in enumerate(rows):
+        for number, row in enumerate(rows):
             if len(row) != expected:
-                of_classes = ", the number of its class" if classes else ""
+                class_note = ", the number of its class" if classes else ""
                 raise GraphFilterError(
-                    f"graph {place} of the batch has {len(row)} labels, and the model takes {expected}{of_classes}"
+                    f"graph {number} of the batch has {len(row)} labels, and the model takes {expected}{class_note}"
                 )
         values = np.stack(rows)
         missing = np.isnan(values)
@@ -126,17 +126,17 @@ class GraphCollator:
 
 def _name_label(values: NDArray[np.float64], wrong: NDArray[np.bool_]) -> str:
     """Return a text that names the first graph with wrong labels, and these labels."""
-    place = int(wrong.argmax())
-    return f"graph {place} of the batch has the label{'s' * (values.shape[1] > 1)} {values[place].tolist()}"
+    number = int(wrong.argmax())
+    return f"graph {number} of the batch has the label{'s' * (values.shape[1] > 1)} {values[number].tolist()}"
 
 
 def _pad(arrays: list[Any], fill: int) -> Tensor:
     """Return arrays of different sizes as one tensor (batch, ...), filled up at the ends."""
     shapes = np.array([array.shape for array in arrays])
     padded = np.full((len(arrays), *shapes.max(0)), fill, dtype=np.int64)
-    inside = np.ones((len(arrays), *[1] * shapes.shape[1]), dtype=bool)
+    mask = np.ones((len(arrays), *[1] * shapes.shape[1]), dtype=bool)
     for axis, size in enumerate(padded.shape[1:], 1):
-        within = np.arange(size) < shapes[:, axis - 1, None]
-        inside = inside & np.expand_dims(within, [a for a in range(1, padded.ndim) if a != axis])
-    padded[inside] = np.concatenate(arrays, axis=None)
+        axis_mask = np.arange(size) < shapes[:, axis - 1, None]
+        mask = mask & np.expand_dims(axis_mask, [a for a in range(1, padded.ndim) if a != axis])
+    padded[mask] = np.concatenate(arrays, axis=None)
     return torch.from_numpy(padded)

@@ -79,9 +79,9 @@ class GraphDataset(Dataset[dict[str, Any]]):
         shapes = (ready[0]["node_features"].shape[1], *ready[0]["kind_edges"].shape[1:])
         self._arrays["shapes"] = np.array(shapes)
         self._arrays["directed"] = np.array([config.directed])
-        self._begin(np.arange(len(ready)))
+        self._set_rows(np.arange(len(ready)))
 
-    def _begin(self, rows: NDArray[np.int64]) -> None:
+    def _set_rows(self, rows: NDArray[np.int64]) -> None:
         nodes, kinds = self._arrays["nodes"], self._arrays["kinds"]
         features, hops, edge_features = self._arrays["shapes"].tolist()
         sizes = (nodes * features, nodes, nodes, nodes**2, kinds, kinds * hops * edge_features)
@@ -122,12 +122,12 @@ class GraphDataset(Dataset[dict[str, Any]]):
 
     def select(self, places: Sequence[int] | NDArray[np.bool_]) -> GraphDataset:
         """Return some of the graphs without copying arrays; ``places`` holds indices, or True or False per graph."""
-        chosen, wanted = object.__new__(type(self)), np.asarray(places)
-        if wanted.size and wanted.dtype.kind not in "biu":
+        subset, selector = object.__new__(type(self)), np.asarray(places)
+        if selector.size and selector.dtype.kind not in "biu":
             raise GraphFilterError(f"graphs are selected by whole numbers, or by True and False, got {shown(places)}")
-        chosen.__dict__ |= self.__dict__
-        chosen._rows = self._rows[wanted if wanted.dtype == bool else wanted.astype(np.int64)]
-        return chosen
+        subset.__dict__ |= self.__dict__
+        subset._rows = self._rows[selector if selector.dtype == bool else selector.astype(np.int64)]
+        return subset
 
     def shuffle(self, seed: int) -> GraphDataset:
         """Return the graphs in another order."""
@@ -137,9 +137,9 @@ class GraphDataset(Dataset[dict[str, Any]]):
         """Return the end of a message: how many graphs were skipped, and why the first ones; empty if none were."""
         if not self.skipped:
             return ""
-        listed = "; ".join(f"{number}: {reason}" for number, reason in self.skipped[:LISTED])
-        more = "; ..." * (len(self.skipped) > LISTED)
-        return f", {len(self.skipped)} left out ({listed}{more})"
+        reasons = "; ".join(f"{number}: {reason}" for number, reason in self.skipped[:LISTED])
+        ellipsis = "; ..." * (len(self.skipped) > LISTED)
+        return f", {len(self.skipped)} left out ({reasons}{ellipsis})"
 
     def save(self, file: str | Path) -> None:
         """Write all graphs to ``file``, as safetensors."""
@@ -157,11 +157,11 @@ class GraphDataset(Dataset[dict[str, Any]]):
         content, tensors = read_state(Path(file))
         if content is None or not {"rows", "shapes", *PARTS} <= tensors.keys():
             raise GraphFilterError(f"{file} holds no prepared graphs: delete it")
-        loaded = object.__new__(cls)
-        loaded._arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        loaded.skipped = [(number, reason) for number, reason in content["skipped"]]
-        loaded._begin(loaded._arrays.pop("rows"))
-        return loaded
+        dataset = object.__new__(cls)
+        dataset._arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        dataset.skipped = [(number, reason) for number, reason in content["skipped"]]
+        dataset._set_rows(dataset._arrays.pop("rows"))
+        return dataset
 
 
 def _check_labels(labels: NDArray[np.float64]) -> None:

@@ -48,23 +48,23 @@ def from_smiles(smiles: str) -> dict[str, Any]:
     if molecule is None or not molecule.GetNumAtoms():
         raise GraphFilterError(f"RDKit reads no molecule from {shown(smiles)}: correct the SMILES or leave it out")
     bonds = [(b.GetBeginAtomIdx(), b.GetEndAtomIdx(), _bond_features(b)) for b in molecule.GetBonds()]
-    both = [edge for a, b, features in bonds for edge in ((a, b, features), (b, a, features))]
+    edges = [edge for a, b, features in bonds for edge in ((a, b, features), (b, a, features))]
     return {
         "node_features": np.array([_atom_features(atom) for atom in molecule.GetAtoms()]),
-        "edge_index": np.array([(a, b) for a, b, _ in both], dtype=np.int64).reshape(-1, 2).T,
-        "edge_features": np.array([features for *_, features in both], dtype=np.int64).reshape(-1, 3),
+        "edge_index": np.array([(a, b) for a, b, _ in edges], dtype=np.int64).reshape(-1, 2).T,
+        "edge_features": np.array([features for *_, features in edges], dtype=np.int64).reshape(-1, 3),
     }
 
 
 def _atom_features(atom: Any) -> list[int]:
     return [
-        _place(atom.GetAtomicNum(), range(1, 119)),
-        _place(str(atom.GetChiralTag()), CHIRALITY),
-        _place(atom.GetTotalDegree(), range(11)),
-        _place(atom.GetFormalCharge(), range(-5, 6)),
-        _place(atom.GetTotalNumHs(), range(9)),
-        _place(atom.GetNumRadicalElectrons(), range(5)),
-        _place(str(atom.GetHybridization()), HYBRIDIZATION),
+        _find_index(atom.GetAtomicNum(), range(1, 119)),
+        _find_index(str(atom.GetChiralTag()), CHIRALITY),
+        _find_index(atom.GetTotalDegree(), range(11)),
+        _find_index(atom.GetFormalCharge(), range(-5, 6)),
+        _find_index(atom.GetTotalNumHs(), range(9)),
+        _find_index(atom.GetNumRadicalElectrons(), range(5)),
+        _find_index(str(atom.GetHybridization()), HYBRIDIZATION),
         int(atom.GetIsAromatic()),
         int(atom.IsInRing()),
     ]
@@ -72,11 +72,11 @@ def _atom_features(atom: Any) -> list[int]:
 
 def _bond_features(bond: Any) -> list[int]:
     stereo = str(bond.GetStereo())
-    return [_place(str(bond.GetBondType()), BOND), _place(stereo, STEREO[:-1]), int(bond.GetIsConjugated())]
+    return [_find_index(str(bond.GetBondType()), BOND), _find_index(stereo, STEREO[:-1]), int(bond.GetIsConjugated())]
 
 
-def _place(value: Any, known: Sequence[Any]) -> int:
-    return known.index(value) if value in known else len(known)
+def _find_index(value: Any, values: Sequence[Any]) -> int:
+    return values.index(value) if value in values else len(values)
 
 
 @contextlib.contextmanager

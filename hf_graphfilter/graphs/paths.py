@@ -75,33 +75,33 @@ def find_paths(graph: Graph, hops: int) -> dict[str, NDArray[np.int16]]:
     np.fill_diagonal(kinds, 1)
     paths = np.full((1, max(hops, 1)), -1)  # paths of the pairs at this distance, one row per rank
     lengths, edges = [np.array([-1, 0])], [paths, paths]
-    length = known = 0
+    length = kind_count = 0
     while True:
         start, edge = np.nonzero((distance == length)[:, graph.source] & (distance[:, graph.target] < 0))
         if not len(start):
             break
-        length, known = length + 1, sum(map(len, lengths))
+        length, kind_count = length + 1, sum(map(len, lengths))
         keys = ranks[start, graph.source[edge]]
         if length <= hops:
             keys = keys * base + codes[edge]
-        best = np.full(count * count, np.iinfo(np.int64).max)
-        np.minimum.at(best, start * count + graph.target[edge], keys)
-        pairs = np.flatnonzero(best < np.iinfo(np.int64).max)
-        chosen, rank = np.unique(best[pairs], return_inverse=True)
+        best_keys = np.full(count * count, np.iinfo(np.int64).max)
+        np.minimum.at(best_keys, start * count + graph.target[edge], keys)
+        pairs = np.flatnonzero(best_keys < np.iinfo(np.int64).max)
+        unique_keys, rank = np.unique(best_keys[pairs], return_inverse=True)
         if length <= hops:
-            paths = paths[chosen // base]
-            paths[:, length - 1] = chosen % base
+            paths = paths[unique_keys // base]
+            paths[:, length - 1] = unique_keys % base
         else:
-            paths = paths[chosen]
-        distance.flat[pairs], ranks.flat[pairs], kinds.flat[pairs] = length, rank, known + rank
-        lengths.append(np.full(len(chosen), length))
+            paths = paths[unique_keys]
+        distance.flat[pairs], ranks.flat[pairs], kinds.flat[pairs] = length, rank, kind_count + rank
+        lengths.append(np.full(len(unique_keys), length))
         edges.append(paths)
     features = np.concatenate([values, np.full((1, values.shape[1]), -1)])  # -1: no edge
     if not features.shape[1]:
         features = np.full((len(features), 1), -1)
-    described = features[np.concatenate(edges)]
+    edge_features = features[np.concatenate(edges)]
     return {
-        "pair_kinds": kinds.astype(np.int16 if described.shape[0] < 2**15 else np.int32),
+        "pair_kinds": kinds.astype(np.int16 if edge_features.shape[0] < 2**15 else np.int32),
         "kind_distances": np.concatenate(lengths).astype(np.int16),
-        "kind_edges": described.astype(np.int16 if described.max(initial=0) < 1 << 15 else np.int32),
+        "kind_edges": edge_features.astype(np.int16 if edge_features.max(initial=0) < 1 << 15 else np.int32),
     }

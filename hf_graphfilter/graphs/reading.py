@@ -155,14 +155,14 @@ def _check_directions(nodes: Integers, ends: Integers, edges: Integers, directed
         first, second = divmod(int(repeated[0]), count)
         raise GraphFilterError(f"the edge from node {first} to node {second} is given twice, with different features")
     if not directed and len(rows):
-        both = np.isin(codes, rows[:, 1] * count + rows[:, 0])
-        if both.any() and not both.all():
+        has_reverse = np.isin(codes, rows[:, 1] * count + rows[:, 0])
+        if has_reverse.any() and not has_reverse.all():
             raise GraphFilterError(
-                f"edge_index holds {int(both.sum())} edges in both directions and {int((~both).sum())} in one: give an "
-                "undirected graph each edge once or always twice, or set directed=True"
+                f"edge_index holds {int(has_reverse.sum())} edges in both directions and {int((~has_reverse).sum())} "
+                "in one: give an undirected graph each edge once or always twice, or set directed=True"
             )
         flipped = rows[:, [1, 0, *range(2, rows.shape[1])]]
-        if not both.any():
+        if not has_reverse.any():
             rows = np.concatenate([rows, flipped])
         elif (np.unique(flipped, axis=0) != rows).any():
             raise GraphFilterError("edge features differ between the two directions of an edge: set directed=True")

@@ -34,8 +34,8 @@ def host_of(model: object) -> Host:
             f"{type(model).__name__} holds adapters already: patch the base model first, then get_peft_model with "
             'modules_to_save=["graph_filter"], so that the adapter holds the filter'
         )
-    whole = unwrapped(model) is model  # what wraps another would miss its new weights
-    if isinstance(model, nn.Module) and whole and not any(isinstance(m, PreTrainedModel) for m in model.modules()):
+    is_bare = unwrapped(model) is model  # what wraps another would miss its new weights
+    if isinstance(model, nn.Module) and is_bare and not any(isinstance(m, PreTrainedModel) for m in model.modules()):
         from . import torch
         from .torch.finding import is_attention
 

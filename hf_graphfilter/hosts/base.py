@@ -105,7 +105,8 @@ def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
             return model  # type: ignore[no-any-return]
 
 
-_OF_PYTORCH = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")  # what its wrappers name the inside
+# what PyTorch's wrappers name the module inside
+_WRAPPED_NAMES = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
 def _is_of_peft(module: object) -> bool:
@@ -115,14 +116,14 @@ def _is_of_peft(module: object) -> bool:
 def without_wrappers(model: nn.Module, name: str) -> str:
     """Return a module's name without the parts that come from wrappers of PEFT and PyTorch."""
     module: Any = model
-    parts, wrapped = [], False
+    parts, in_wrapper = [], False
     for part in name.split("."):
-        if part in _OF_PYTORCH:
+        if part in _WRAPPED_NAMES:
             module = module._modules[part]
             continue
         # a wrapper names what it wraps as it likes, and may hold one copy per adapter
-        wrapped = _is_of_peft(module) or (wrapped and isinstance(module, nn.ModuleDict))
-        if not wrapped:
+        in_wrapper = _is_of_peft(module) or (in_wrapper and isinstance(module, nn.ModuleDict))
+        if not in_wrapper:
             parts.append(part)
         module = getattr(module, "_modules", {}).get(part)
     return ".".join(parts)

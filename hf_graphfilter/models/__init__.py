@@ -22,5 +22,5 @@ def find_class(name: str) -> type | None:
     """
     if name not in OWN:
         return None
-    found: type = getattr(importlib.import_module(f"{__name__}.{OWN[name]}.modeling"), name)
-    return found
+    model_class: type = getattr(importlib.import_module(f"{__name__}.{OWN[name]}.modeling"), name)
+    return model_class

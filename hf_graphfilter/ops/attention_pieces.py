@@ -45,18 +45,18 @@ def split_rows(tokens: int, causal: bool) -> list[tuple[slice, slice]]:
 
 def split_batch(batch: int, heads: int, tokens: int, rows: int, width: int) -> Iterator[Piece]:
     """Yield the pieces of a batch, given the ``rows`` of a block of A and the ``width`` of all signals together."""
-    together = max(1, PIECE // (tokens * max(rows, width)))
-    if together < heads:
+    heads_per_piece = max(1, PIECE // (tokens * max(rows, width)))
+    if heads_per_piece < heads:
         for sequence in range(batch):
-            for head in range(0, heads, together):
-                end = min(head + together, heads)
-                place = slice(sequence * heads + head, sequence * heads + end)
-                yield Piece(slice(sequence, sequence + 1), slice(head, end), (1, end - head), place)
+            for head in range(0, heads, heads_per_piece):
+                end = min(head + heads_per_piece, heads)
+                matrices = slice(sequence * heads + head, sequence * heads + end)
+                yield Piece(slice(sequence, sequence + 1), slice(head, end), (1, end - head), matrices)
     else:
-        for sequence in range(0, batch, together // heads):
-            end = min(sequence + together // heads, batch)
-            place = slice(sequence * heads, end * heads)
-            yield Piece(slice(sequence, end), slice(0, heads), (end - sequence, heads), place)
+        for sequence in range(0, batch, heads_per_piece // heads):
+            end = min(sequence + heads_per_piece // heads, batch)
+            matrices = slice(sequence * heads, end * heads)
+            yield Piece(slice(sequence, end), slice(0, heads), (end - sequence, heads), matrices)
 
 
 def allocate(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -79,8 +79,8 @@ def _is_narrow(tokens: int, features: int) -> bool:
 
 def take(x: Tensor, piece: Piece) -> Tensor:
     """Return the part of ``x`` (batch * heads, ...) that belongs to a piece."""
-    place = piece.range
-    return x if place.stop - place.start == x.shape[0] else x[place]
+    matrices = piece.range
+    return x if matrices.stop - matrices.start == x.shape[0] else x[matrices]
 
 
 def part_of_batch(x: Tensor, piece: Piece) -> Tensor:

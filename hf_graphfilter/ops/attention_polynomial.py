@@ -104,18 +104,18 @@ class _Polynomial(torch.autograd.Function):
         if keep is not None and keep[0].numel() <= AS_NUMBERS:
             keep = keep.to(value.dtype)
         queries, keys = (x.reshape(batch * heads, tokens, x.shape[-1]) for x in (query, key))
-        first = flatten_signal(value)
-        signals = [first, *(allocate(value.new_empty, first.shape) for _ in range(K))]  # X_0 ... X_{K-1} and W
+        x_0 = flatten_signal(value)
+        signals = [x_0, *(allocate(value.new_empty, x_0.shape) for _ in range(K))]  # X_0 ... X_{K-1} and W
         factors = [None if c is None else c.to(value.dtype).repeat(batch).view(-1, 1, 1) for c in coefficients]
         out = _empty_by_tokens(value, value.shape)
-        held: list[Tensor] = []
+        saved_matrices: list[Tensor] = []
         for piece, space in _spaces(query.shape, width, K, causal, query.dtype):
             q, k, *inputs = (take(x, piece) for x in (queries, keys, *signals))
             terms = [None if c is None else take(c, piece) for c in factors]
             for block in space.blocks:
                 matrix = space.form_matrix(block, q, k, mask, piece, scale, holds, empties)
                 if holds:
-                    held.append(matrix)
+                    saved_matrices.append(matrix)
                 rows = [*(cut(x, block.rows) for x in inputs), block.last]
                 for step in range(K):
                     source, target = inputs[step], rows[step + 1]
@@ -126,7 +126,7 @@ class _Polynomial(torch.autograd.Function):
                     write_product(target, applied, cut(source, block.seen))
             write_sum(space.last, space.last, terms[:1], inputs[:1])
             part_of_batch(out, piece).copy_(by_head(space.last, piece))
-        ctx.save_for_backward(queries, keys, mask, keep, *factors, *signals, *held)
+        ctx.save_for_backward(queries, keys, mask, keep, *factors, *signals, *saved_matrices)
         ctx.shapes, ctx.dtypes = (query.shape, value.shape), [None if c is None else c.dtype for c in coefficients]
         return out, *(x.view(value.shape) for x in signals[1:K])
 
@@ -141,22 +141,22 @@ class _Polynomial(torch.autograd.Function):
     @staticmethod
     def _differentiate(ctx: Any, grad: Tensor | None, *grad_powers: Tensor | None) -> tuple[Any, ...]:
         (scale, causal, dropout, holds, empties), K, needs = ctx.options, len(grad_powers) + 1, ctx.needs_input_grad[5:]
-        queries, keys, mask, keep, *rest = ctx.saved_tensors
-        factors, signals, held = rest[: K + 1], rest[K + 1 : 2 * K + 2], iter(rest[2 * K + 2 :])
+        queries, keys, mask, keep, *tensors = ctx.saved_tensors
+        factors, signals, saved_matrices = tensors[: K + 1], tensors[K + 1 : 2 * K + 2], iter(tensors[2 * K + 2 :])
         shape, shape_of_value = ctx.shapes
         grad = queries.new_zeros(shape_of_value) if grad is None else grad
-        to_query, to_key, to_value = (_empty_by_tokens(queries, x) for x in (shape, shape, shape_of_value))
-        to_mask, changes, shared = None, None, mask is not None and mask.shape != (*shape[:3], shape[2])
+        grad_query, grad_key, grad_value = (_empty_by_tokens(queries, x) for x in (shape, shape, shape_of_value))
+        grad_mask, changes, is_broadcast = None, None, mask is not None and mask.shape != (*shape[:3], shape[2])
         if ctx.needs_input_grad[4]:
-            to_mask = mask.new_zeros(mask.shape) if shared else mask.new_empty(mask.shape)
-            changes = None if shared or mask.dtype != queries.dtype else to_mask.flatten(0, 1)
+            grad_mask = mask.new_zeros(mask.shape) if is_broadcast else mask.new_empty(mask.shape)
+            changes = None if is_broadcast or mask.dtype != queries.dtype else grad_mask.flatten(0, 1)
         dots: list[list[Tensor]] = [[] for _ in factors]
         for piece, space in _spaces(shape, shape_of_value[3], K, causal, queries.dtype):
             q, k, *inputs = (take(x, piece) for x in (queries, keys, *signals))
             terms = [None if c is None else take(c, piece) for c in factors]
             by_head(space.g, piece).copy_(part_of_batch(grad, piece))
             # only a row itself and later rows read it: going back from the last block, its gradient is complete in time
-            matrices = [next(held) for _ in space.blocks] if holds else None
+            matrices = [next(saved_matrices) for _ in space.blocks] if holds else None
             for number in range(len(space.blocks) - 1, -1, -1):
                 block, first = space.blocks[number], number == len(space.blocks) - 1
                 if matrices is None:
@@ -165,16 +165,16 @@ class _Polynomial(torch.autograd.Function):
                     matrix = matrices[number]
                 change = block.change if changes is None else take(changes, piece)
                 for step in range(K - 1, -1, -1):
-                    last, stay = step == K - 1, None if keep is None else part_of_block(keep[step], piece, block)
-                    output = block.g if last else block.grads[step + 1]
-                    if not last:
+                    is_last, stay = step == K - 1, None if keep is None else part_of_block(keep[step], piece, block)
+                    output = block.g if is_last else block.grads[step + 1]
+                    if not is_last:
                         write_sum(output, None if step == K - 2 else output, [terms[step + 2]], [block.grad_sum])
-                        if (more := grad_powers[step]) is not None:
-                            output += part_of_batch(more, piece).flatten(0, 1)[:, block.rows]
+                        if (grad_power := grad_powers[step]) is not None:
+                            output += part_of_batch(grad_power, piece).flatten(0, 1)[:, block.rows]
                     applied = matrix if stay is None else drop(matrix, stay, dropout)
-                    add_product(block.grad_sum_seen if last else block.grads_seen[step], first, applied.mT, output)
-                    source = cut(inputs[K if last else step], block.seen).mT
-                    if last:
+                    add_product(block.grad_sum_seen if is_last else block.grads_seen[step], first, applied.mT, output)
+                    source = cut(inputs[K if is_last else step], block.seen).mT
+                    if is_last:
                         write_product(change, output, source)
                         if stay is not None:
                             change *= stay
@@ -186,9 +186,9 @@ class _Polynomial(torch.autograd.Function):
                 if keep is not None:
                     change *= scale_of_kept(dropout)
                 softmax_backward_(change, matrix)
-                if to_mask is not None and changes is None:
-                    part, added = part_of_mask(to_mask, piece), by_head(change, piece)
-                    part.add_(added.sum_to_size(part.shape)) if shared else part.copy_(added)
+                if grad_mask is not None and changes is None:
+                    part, added = part_of_mask(grad_mask, piece), by_head(change, piece)
+                    part.add_(added.sum_to_size(part.shape)) if is_broadcast else part.copy_(added)
                 write_product(block.grad_q, change, cut(k, block.seen), scale)
                 add_product(block.grad_k, first, change.mT, cut(q, block.rows), scale)
             pairs = (inputs[0], space.g), *((x, space.grad_sum) for x in inputs[:K])
@@ -197,13 +197,13 @@ class _Polynomial(torch.autograd.Function):
                     dot.append(torch.mul(x, y, out=space.last).sum((1, 2)))
             g_value = space.grads[0]
             write_sum(g_value, g_value if K > 1 else None, [terms[1], terms[0]], [space.grad_sum, space.g])
-            for target, source in ((to_query, space.grad_q), (to_key, space.grad_k), (to_value, g_value)):
+            for target, source in ((grad_query, space.grad_q), (grad_key, space.grad_k), (grad_value, g_value)):
                 part_of_batch(target, piece).copy_(by_head(source, piece))
         grads = [
             torch.cat(dot).view(shape[:2]).sum(0).to(dtype) if need else None
             for dot, dtype, need in zip(dots, ctx.dtypes, needs, strict=True)
         ]
-        return None, to_query, to_key, to_value, to_mask, *grads
+        return None, grad_query, grad_key, grad_value, grad_mask, *grads
 
 
 def _empty_by_tokens(like: Tensor, shape: torch.Size) -> Tensor:

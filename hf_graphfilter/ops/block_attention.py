@@ -74,8 +74,8 @@ def list_neighbours(blocks: Tensor, dim: int, causal: bool) -> list[Tensor]:
     Returns:
         Tensors of the shape of ``blocks``. Neighbours that do not exist are zero.
     """
-    absent, count = torch.zeros_like(blocks.narrow(dim, 0, 1)), blocks.shape[dim]
-    padded = torch.cat([absent, blocks] if causal else [absent, blocks, absent], dim)
+    zeros, count = torch.zeros_like(blocks.narrow(dim, 0, 1)), blocks.shape[dim]
+    padded = torch.cat([zeros, blocks] if causal else [zeros, blocks, zeros], dim)
     return [padded.narrow(dim, 0, count), blocks, *([] if causal else [padded.narrow(dim, 2, count)])]
 
 
@@ -112,9 +112,9 @@ def accumulate_blocks(blocks: FarMeans, past: FarMeans | None = None) -> FarMean
 def _accumulate_chunk(mass: Tensor, mean: Tensor, start: Tensor, start_mean: Tensor) -> FarMeans:
     """Return running means by one product, whose work grows with the square of the number of blocks."""
     count = mass.shape[2]
-    upto = torch.ones(count, count + 1, dtype=torch.bool, device=mass.device).tril(1)
+    mask = torch.ones(count, count + 1, dtype=torch.bool, device=mass.device).tril(1)
     # a softmax over blocks, with the features last: over a short last dimension PyTorch takes several times as long
-    logits = torch.where(upto[..., None], torch.cat([start, mass], 2)[:, :, None], NEVER)
+    logits = torch.where(mask[..., None], torch.cat([start, mass], 2)[:, :, None], NEVER)
     weights, masses = weigh(logits, 3)
     means = weights.permute(0, 1, 4, 2, 3) @ torch.cat([start_mean, mean], 2).transpose(2, 3)
     return FarMeans(masses, means.transpose(2, 3))
@@ -149,8 +149,8 @@ def count_far(is_far: Tensor, causal: bool) -> Tensor:
     counts = is_far.sum(-1).float()
     if causal:
         return functional.pad(counts.cumsum(-1), (2, 0))[:, : counts.shape[-1]]
-    near = counts + functional.pad(counts, (1, 0))[:, :-1] + functional.pad(counts, (0, 1))[:, 1:]
-    return counts.sum(-1, keepdim=True) - near
+    near_counts = counts + functional.pad(counts, (1, 0))[:, :-1] + functional.pad(counts, (0, 1))[:, 1:]
+    return counts.sum(-1, keepdim=True) - near_counts
 
 
 def see_neighbours(is_token: Tensor, sinks: Tensor, causal: bool) -> Tensor:
@@ -165,11 +165,11 @@ def see_neighbours(is_token: Tensor, sinks: Tensor, causal: bool) -> Tensor:
         Bool (batch, blocks, block, sinks + keys), the keys as ``list_neighbours`` orders them.
     """
     block = is_token.shape[-1]
-    near = torch.cat(list_neighbours(is_token, 1, causal), 2)[:, :, None].expand(-1, -1, block, -1)
+    visible = torch.cat(list_neighbours(is_token, 1, causal), 2)[:, :, None].expand(-1, -1, block, -1)
     if causal:
-        past = torch.ones(block, 2 * block, dtype=torch.bool, device=near.device).tril(block)
-        near = near & past
-    return torch.cat([sinks[:, :, None].expand(-1, -1, block, -1), near], -1)
+        is_past = torch.ones(block, 2 * block, dtype=torch.bool, device=visible.device).tril(block)
+        visible = visible & is_past
+    return torch.cat([sinks[:, :, None].expand(-1, -1, block, -1), visible], -1)
 
 
 class Sinks(NamedTuple):
@@ -202,8 +202,8 @@ def find_sinks(
     count: int, key: Tensor, value: Tensor, is_token: Tensor, begin: int, earlier: Sinks | None = None
 ) -> Sinks:
     """Return the first ``count`` tokens among ``earlier`` ones and those of this call, which start at ``begin``."""
-    at = begin + torch.arange(is_token.shape[1], device=key.device).expand(key.shape[0], -1)
-    rows: tuple[Tensor, ...] = is_token.expand(key.shape[0], -1), at, key, value
+    positions = begin + torch.arange(is_token.shape[1], device=key.device).expand(key.shape[0], -1)
+    rows: tuple[Tensor, ...] = is_token.expand(key.shape[0], -1), positions, key, value
     if earlier is not None:
         rows = tuple(torch.cat([x, y], x.dim() // 2) for x, y in zip(earlier, rows, strict=True))
     rows = first_there(count, *rows)
@@ -215,11 +215,11 @@ def leading_sinks(count: int, key: Tensor, value: Tensor) -> Sinks:
     """Return the first ``count`` tokens of a text without padding."""
     missing = count if is_exporting() else max(0, count - key.shape[2])
     rows = (functional.pad(x, (0, 0, 0, missing))[:, :, :count] for x in (key, value))
-    at = torch.arange(count, device=key.device)[None]
-    return Sinks(at < key.shape[2], at, *rows)
+    positions = torch.arange(count, device=key.device)[None]
+    return Sinks(positions < key.shape[2], positions, *rows)
 
 
 def past_sinks(key: Tensor, value: Tensor, block: int) -> Sinks:
     """Return sinks that lie before all blocks at hand."""
-    at = torch.full((1, key.shape[2]), -2 * block, device=key.device)
-    return Sinks(torch.ones_like(at, dtype=torch.bool), at, key, value)
+    positions = torch.full((1, key.shape[2]), -2 * block, device=key.device)
+    return Sinks(torch.ones_like(positions, dtype=torch.bool), positions, key, value)

@@ -36,7 +36,7 @@ def per_head(coefficient: Tensor, signal: Tensor) -> Tensor:
     return coefficient.to(torch.promote_types(coefficient.dtype, signal.dtype)).view(-1, 1, 1)
 
 
-def _by_tokens(signal: Tensor) -> bool:
+def _is_token_major(signal: Tensor) -> bool:
     """Return whether a signal on the CPU stores the heads of a token together, as projections leave them.
 
     Loops over whole tokens are then faster than loops over the features of a head.
@@ -47,7 +47,7 @@ def _by_tokens(signal: Tensor) -> bool:
 def _spread(coefficient: Tensor, signal: Tensor) -> Tensor:
     """Return the numbers of ``per_head``, repeated per feature for loops over tokens."""
     c = per_head(coefficient, signal)
-    return c.expand(-1, 1, signal.shape[-1]).contiguous() if _by_tokens(signal) else c
+    return c.expand(-1, 1, signal.shape[-1]).contiguous() if _is_token_major(signal) else c
 
 
 def _add_up(coefficients: Sequence[Tensor], signals: Sequence[Tensor]) -> Tensor:
@@ -72,13 +72,13 @@ class _Combine(torch.autograd.Function):
         count = len(saved) // 2
         coefficients, signals = saved[:count], saved[count:]
         needs = ctx.needs_input_grad[1:]
-        if (found := triton.differentiate_combination(grad, coefficients, signals, needs)) is not None:
-            return None, *found
+        if (kernel_grads := triton.differentiate_combination(grad, coefficients, signals, needs)) is not None:
+            return None, *kernel_grads
         grads: list[Tensor | None] = [None] * (2 * count)
         for k, (c, x) in enumerate(zip(coefficients, signals, strict=True)):
             if needs[k]:
                 products = grad.to(c.dtype) * x.to(c.dtype)
-                grads[k] = products.sum((0, 2)).sum(-1) if _by_tokens(products) else products.sum(-1).sum((0, 2))
+                grads[k] = products.sum((0, 2)).sum(-1) if _is_token_major(products) else products.sum(-1).sum((0, 2))
             if needs[count + k]:
                 grads[count + k] = (_spread(c, grad) * grad).to(x.dtype)
         return None, *grads

@@ -80,32 +80,32 @@ def remember_blocks(
     batch, heads, _, block, _ = key.shape
     counts = count_far(is_far, True)
     key, value, logits, is_far = (x.flatten(-3, -2) for x in (key, value, logits, is_far.unsqueeze(-1)))
-    is_far, held = is_far.squeeze(-1), 0
+    is_far, exact_count = is_far.squeeze(-1), 0
     if exact is not None:
         rows = ((exact.key, key), (exact.value, value), (exact.logits.to(logits.dtype), logits))
         key, value, logits = (torch.cat(pair, 2) for pair in rows)
         is_far = torch.cat([exact.there, is_far.expand(len(exact.there), -1)], 1)
-        counts, held = counts + exact.there.sum(-1, keepdim=True), exact.there.shape[1]
+        counts, exact_count = counts + exact.there.sum(-1, keepdim=True), exact.there.shape[1]
     if past is None:
         mass = logits.new_full((batch, heads, 1, logits.shape[3]), NEVER)
         past = FarMeans(mass, logits.new_zeros(*mass.shape, value.shape[3]))
-    there = is_far.expand(batch, -1)[:, None].expand(-1, heads, -1)
-    places = torch.arange(held, device=key.device).expand(batch, heads, -1)
+    is_candidate = is_far.expand(batch, -1)[:, None].expand(-1, heads, -1)
+    places = torch.arange(exact_count, device=key.device).expand(batch, heads, -1)
     means, chosen = [past, past], [places, places]  # the first two blocks have no new far tokens
-    for begin in range(held, key.shape[2] - 2 * block, block):
-        leaving = torch.arange(begin, begin + block, device=key.device)
-        places = torch.cat([places, leaving.expand(batch, heads, -1)], 2)
+    for begin in range(exact_count, key.shape[2] - 2 * block, block):
+        new_places = torch.arange(begin, begin + block, device=key.device)
+        places = torch.cat([places, new_places.expand(batch, heads, -1)], 2)
         errors = recall_errors(take(value, places).to(logits.dtype), past)
-        errors = errors.masked_fill(~there.gather(2, places), -1.0)  # free places come last
+        errors = errors.masked_fill(~is_candidate.gather(2, places), -1.0)  # free places come last
         places = places.gather(2, errors.argsort(stable=True, dim=-1, descending=True))
         if places.shape[2] > size:
-            places, gone = places[..., :size], places[..., size:]
-            weights = take(logits, gone).masked_fill(~there.gather(2, gone)[..., None], NEVER)
-            past = accumulate_blocks(summarize_blocks(weights[:, :, None], take(value, gone)[:, :, None]), past)
+            places, evicted = places[..., :size], places[..., size:]
+            weights = take(logits, evicted).masked_fill(~is_candidate.gather(2, evicted)[..., None], NEVER)
+            past = accumulate_blocks(summarize_blocks(weights[:, :, None], take(value, evicted)[:, :, None]), past)
         means.append(past)
         chosen.append(places)
     most, blocks = places.shape[2], counts.shape[1]
-    at = torch.cat([functional.pad(x, (0, most - x.shape[2])) for x in chosen[:blocks]], 2)
-    found = (take(x, at).unflatten(2, (blocks, most)) for x in (key, value, logits))
-    taken = torch.arange(most, device=key.device) < counts[..., None]
-    return FarMeans(*(torch.cat(x, 2) for x in zip(*means[:blocks], strict=True))), ExactTokens(taken, *found)
+    indices = torch.cat([functional.pad(x, (0, most - x.shape[2])) for x in chosen[:blocks]], 2)
+    entries = (take(x, indices).unflatten(2, (blocks, most)) for x in (key, value, logits))
+    is_present = torch.arange(most, device=key.device) < counts[..., None]
+    return FarMeans(*(torch.cat(x, 2) for x in zip(*means[:blocks], strict=True))), ExactTokens(is_present, *entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_SAID_OF_ANY_COMPILATION = torch.__version__.startswith("2.11.")
+_REPORTS_ANY_COMPILATION = torch.__version__.startswith("2.11.")
 
 
 def is_exporting() -> bool:
@@ -12,6 +12,6 @@ def is_exporting() -> bool:
 
     In torch 2.11, Dynamo treats ``torch.compiler.is_exporting()`` as True in every compilation.
     """
-    if _SAID_OF_ANY_COMPILATION:
+    if _REPORTS_ANY_COMPILATION:
         return torch.compiler._is_exporting_flag
     return torch.compiler.is_exporting()

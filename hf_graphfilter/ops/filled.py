@@ -12,11 +12,11 @@ from torch import Tensor
 @contextmanager
 def filled(tensor: Tensor, value: float) -> Iterator[None]:
     """Set every entry of a tensor to ``value`` within the context, and restore the entries afterwards."""
-    before = tensor.detach().clone()
+    original = tensor.detach().clone()
     with torch.no_grad():
         tensor.fill_(value)
     try:
         yield
     finally:
         with torch.no_grad():
-            tensor.copy_(before)
+            tensor.copy_(original)

@@ -32,7 +32,7 @@ def lower_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         after it, (batch, n+1), float64, as they are sums over all tokens; on the CPU where the device has no float64.
     """
     alpha, beta, gamma = (angles / 2).unbind(1)
-    alpha, beta = _in_double(alpha), _in_double(beta)
+    alpha, beta = _to_double(alpha), _to_double(beta)
     common = (beta - alpha).cumsum(1) - beta  # phase of both tokens of a rotation
     last = (beta - alpha).sum(1, keepdim=True)
     return _products(_rotations(gamma)), pad(alpha - common, (1, 0)), torch.cat([common - beta, last], 1)
@@ -41,13 +41,13 @@ def lower_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def upper_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``H_u = G_1 ... G_n`` in the form of ``lower_factor``; a block is ``R_1 ... R_m``."""
     alpha, beta, gamma = (angles / 2).unbind(1)
-    alpha, beta = _in_double(alpha), _in_double(beta)
+    alpha, beta = _to_double(alpha), _to_double(beta)
     common = (alpha - beta).flip(1).cumsum(1).flip(1) + beta
     first = (alpha - beta).sum(1, keepdim=True)
     return _products(_rotations(gamma).mT).mT, pad(-alpha - common, (0, 1)), torch.cat([first, common + beta], 1)
 
 
-def _in_double(phase: Tensor) -> Tensor:
+def _to_double(phase: Tensor) -> Tensor:
     return (phase.cpu() if phase.device.type == "mps" else phase).double()
 
 
@@ -56,8 +56,8 @@ def _rotations(gamma: Tensor) -> Tensor:
 
     One rotation by zero comes first, and at least one last.
     """
-    more = BLOCK if is_exporting() else 0  # two blocks at least: the same graph for any length
-    gamma = pad(gamma, (1, 1 + -(gamma.shape[1] + 2) % BLOCK + more))  # cells of them would bind it to their number
+    padding = BLOCK if is_exporting() else 0  # two blocks at least: the same graph for any length
+    gamma = pad(gamma, (1, 1 + -(gamma.shape[1] + 2) % BLOCK + padding))  # cells of them would bind it to their number
     c, s = gamma.cos(), gamma.sin()
     return torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2)).unflatten(1, (-1, BLOCK))
 

@@ -30,11 +30,11 @@ def first_order(backward: Callable[..., Tensors], *inputs: Any) -> Tensors:
 
 def one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply a function to the members of a batch one after the other, as the rule of ``torch.func.vmap``."""
-    members = [
+    results = [
         function.apply(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(inputs, in_dims, strict=True)))
         for i in range(size)
     ]
-    stacked = tuple(None if x[0] is None else torch.stack(x) for x in zip(*members, strict=True))
+    stacked = tuple(None if x[0] is None else torch.stack(x) for x in zip(*results, strict=True))
     return stacked, tuple(None if x is None else 0 for x in stacked)
 
 

@@ -39,8 +39,8 @@ class HeadPart:
         """Return the part of ``x`` for these heads along ``dim``, which counts key heads or query heads."""
         if len(self.chosen) == self.groups:
             return x
-        each = x.shape[dim] // self.groups
-        parts = [x.narrow(dim, begin * each, (end - begin) * each) for begin, end in self.runs]
+        group_size = x.shape[dim] // self.groups
+        parts = [x.narrow(dim, begin * group_size, (end - begin) * group_size) for begin, end in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -48,7 +48,7 @@ def merge_heads(parts: Iterable[tuple[HeadPart, Tensor]]) -> Tensor:
     """Return all heads in order, given tensors (batch, heads, ...) of parts that together are all of them."""
     pieces: dict[int, Tensor] = {}
     for part, x in parts:
-        each = x.shape[1] // len(part.chosen)
-        sizes = [(end - begin) * each for begin, end in part.runs]
+        group_size = x.shape[1] // len(part.chosen)
+        sizes = [(end - begin) * group_size for begin, end in part.runs]
         pieces |= {begin: piece for (begin, _), piece in zip(part.runs, x.split(sizes, 1), strict=True)}
     return torch.cat([pieces[begin] for begin in sorted(pieces)], 1)

@@ -67,11 +67,11 @@ def _path(
     lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the phases and the blocks that act on a signal in turn; it begins and ends with a phase."""
-    there, again = ([upper, lower], [first, between]) if forward else ([], [])
+    steps, phases = ([upper, lower], [first, between]) if forward else ([], [])
     if not back:
-        return [*again, scale], there
+        return [*phases, scale], steps
     inverse = [blocks.mT.contiguous() for blocks in (lower, upper)]
-    return [*again, scale, between.conj_physical(), first.conj_physical()], [*there, *inverse]
+    return [*phases, scale, between.conj_physical(), first.conj_physical()], [*steps, *inverse]
 
 
 @torch.library.custom_op(
@@ -95,22 +95,22 @@ def _backward(
     """Undo every step of the signal and, by the same matrices, of its gradient."""
     signal = _Signal([out, grad], lower, scale.dtype)
     zero = torch.zeros_like
-    of_lower, of_upper, grad_first, grad_between = zero(lower), zero(upper), zero(first.real), zero(between.real)
-    undone = [(of_upper, True), (of_lower, True)] if back else []
-    undone += [(of_lower, False), (of_upper, False)] if forward else []
+    grad_lower, grad_upper, grad_first, grad_between = zero(lower), zero(upper), zero(first.real), zero(between.real)
+    undone = [(grad_upper, True), (grad_lower, True)] if back else []
+    undone += [(grad_lower, False), (grad_upper, False)] if forward else []
     path = _path(lower, upper, first, between, scale.conj_physical(), back, forward)
-    turns = signal.through(*path, undone)
+    angle_grads = signal.through(*path, undone)
     if back:  # there the phases were conjugated
-        grad_first -= turns.pop(0)
-        grad_between -= turns.pop(0)
-    grad_scale = turns.pop(0)
+        grad_first -= angle_grads.pop(0)
+        grad_between -= angle_grads.pop(0)
+    grad_scale = angle_grads.pop(0)
     if forward:
-        grad_between += turns.pop(0)
-        grad_first += turns.pop(0)
+        grad_between += angle_grads.pop(0)
+        grad_first += angle_grads.pop(0)
     angles = ((first, grad_first), (between, grad_between), (scale, grad_scale))
-    of_phases = (phase * torch.complex(zero(turned), turned) for phase, turned in angles)  # along the unit circle
+    grad_phases = (phase * torch.complex(zero(g), g) for phase, g in angles)  # along the unit circle
     grad = signal.tokens.tensor_split(2, -1)[1]
-    return (grad.real if real else grad).contiguous(), of_lower, of_upper, *of_phases
+    return (grad.real if real else grad).contiguous(), grad_lower, grad_upper, *grad_phases
 
 
 @_transform.register_fake
@@ -176,8 +176,8 @@ class _Signal:
         self.signal = blocks.new_empty(self.batch, self.blocks * self.size, features, dtype=dtype)
         self.signal[:, 0] = 0
         self.signal[:, self.count + 1 :] = 0
-        for part, own in zip(parts, self.tokens.tensor_split(len(parts), -1), strict=True):
-            own.copy_(part)
+        for part, target in zip(parts, self.tokens.tensor_split(len(parts), -1), strict=True):
+            target.copy_(part)
 
     @property
     def tokens(self) -> Tensor:
@@ -210,56 +210,56 @@ class _Signal:
     ) -> list[Tensor]:
         places = self.signal.view(self.batch * self.blocks, self.size, self.signal.shape[-1])
         features = 2 * places.shape[-1]
-        own = torch.view_as_real(self.signal).new_empty(self.batch, self.blocks, features)
-        turns = []
+        carries = torch.view_as_real(self.signal).new_empty(self.batch, self.blocks, features)
+        angle_grads = []
         for i, phase in enumerate(phases):
             before, after = i % 2, 1 - i % 2  # places before the first token, ahead of the step that led here and now
-            turn = pad(phase, (after, self.blocks * self.size - self.count - after)).view(len(places), self.size, 1)
-            turned = torch.empty_like(turn.real)
+            factor = pad(phase, (after, self.blocks * self.size - self.count - after)).view(len(places), self.size, 1)
+            angle_grad = torch.empty_like(factor.real)
             if i:
-                rows, columns, hands, takes = _parts(self.size, bool(before))
-                within, taking = (steps[i - 1].flatten(0, 1)[:, rows, x] for x in (columns, takes))
-                taken, handed = self._passed(steps[i - 1][:, :, hands, takes].flatten(1), own, bool(before))
+                rows, columns, out_row, in_column = _parts(self.size, bool(before))
+                inner, column = (steps[i - 1].flatten(0, 1)[:, rows, x] for x in (columns, in_column))
+                inflow, outflow = self._carry(steps[i - 1][:, :, out_row, in_column].flatten(1), carries, bool(before))
             if i < len(steps):
-                _, sources, handing, _ = _parts(self.size, not before)
-                handing_on = steps[i].flatten(0, 1)[:, handing, sources]
+                _, next_columns, next_row, _ = _parts(self.size, not before)
+                next_rows = steps[i].flatten(0, 1)[:, next_row, next_columns]
             for part in self._pieces(features):
                 signal = places[part]
                 if i:
                     old = torch.view_as_real(signal).flatten(2)
-                    new = torch.bmm(within[part], old)
-                    new.baddbmm_(taking[part], taken[part])
+                    new = torch.bmm(inner[part], old)
+                    new.baddbmm_(column[part], inflow[part])
                     if undone:
                         grads, inverse = undone[i - 1]
-                        at = (rows, hands), (columns, takes)
-                        passing = (new, handed[part]), (old, taken[part])
-                        _add_outer(grads.flatten(0, 1)[part], *passing, *at, inverse)
+                        slices = (rows, out_row), (columns, in_column)
+                        factors = (new, outflow[part]), (old, inflow[part])
+                        _add_outer(grads.flatten(0, 1)[part], *factors, *slices, inverse)
                     signal = torch.view_as_complex(new.unflatten(2, (-1, 2)))
-                signal = torch.mul(signal, turn[part], out=places[part])
+                signal = torch.mul(signal, factor[part], out=places[part])
                 if undone:
-                    of_signal, of_grad = signal.tensor_split(2, -1)
-                    turned[part, :, 0] = (of_signal.real * of_grad.imag - of_signal.imag * of_grad.real).sum(-1)
+                    values, grad = signal.tensor_split(2, -1)
+                    angle_grad[part, :, 0] = (values.real * grad.imag - values.imag * grad.real).sum(-1)
                 if i < len(steps):
-                    out = own.flatten(0, 1)[part].unsqueeze(1)
-                    torch.bmm(handing_on[part], torch.view_as_real(signal).flatten(2), out=out)
-            turns.append(turned.view(self.batch, self.blocks * self.size)[:, after : after + self.count])
-        return turns
+                    out = carries.flatten(0, 1)[part].unsqueeze(1)
+                    torch.bmm(next_rows[part], torch.view_as_real(signal).flatten(2), out=out)
+            angle_grads.append(angle_grad.view(self.batch, self.blocks * self.size)[:, after : after + self.count])
+        return angle_grads
 
     def _pieces(self, features: int) -> Iterator[slice]:
         """Return slices of the blocks that fit into the cache."""
         count = self.batch * self.blocks
-        together = max(PART // max(self.size * features, 1), 1) if self.signal.device.type == "cpu" else count
-        return (slice(start, start + together) for start in range(0, count, together))
+        per_piece = max(PART // max(self.size * features, 1), 1) if self.signal.device.type == "cpu" else count
+        return (slice(start, start + per_piece) for start in range(0, count, per_piece))
 
-    def _passed(self, passing: Tensor, own: Tensor, up: bool) -> tuple[Tensor, Tensor]:
+    def _carry(self, decay: Tensor, carries: Tensor, up: bool) -> tuple[Tensor, Tensor]:
         """Return what every block takes and what it passes on, each (batch * blocks, 1, features)."""
         if up:
-            handed = _scan(passing.flip(1), own.flip(1)).flip(1)
-            taken = pad(handed[:, 1:], (0, 0, 0, 1))
+            outflow = _scan(decay.flip(1), carries.flip(1)).flip(1)
+            inflow = pad(outflow[:, 1:], (0, 0, 0, 1))
         else:
-            handed = _scan(passing, own)
-            taken = pad(handed[:, :-1], (0, 0, 1, 0))
-        return taken.flatten(0, 1).unsqueeze(1), handed.flatten(0, 1).unsqueeze(1)
+            outflow = _scan(decay, carries)
+            inflow = pad(outflow[:, :-1], (0, 0, 1, 0))
+        return inflow.flatten(0, 1).unsqueeze(1), outflow.flatten(0, 1).unsqueeze(1)
 
 
 def _add_outer(
@@ -275,9 +275,9 @@ def _add_outer(
     The factors are the signal after the step and its gradient before, at the tokens and at what passes between blocks.
     """
     signal, grad = [x.tensor_split(2, -1)[0] for x in new], [x.tensor_split(2, -1)[1] for x in old]
-    left, right, at, along = (signal, grad, new_at, old_at) if inverse else (grad, signal, old_at, new_at)
-    for a, i in zip(left, at, strict=True):
-        for b, j in zip(right, along, strict=True):
+    left, right, rows, columns = (signal, grad, new_at, old_at) if inverse else (grad, signal, old_at, new_at)
+    for a, i in zip(left, rows, strict=True):
+        for b, j in zip(right, columns, strict=True):
             grads[:, i, j] += a @ b.mT
 
 
@@ -292,9 +292,9 @@ def _scan(decay: Tensor, added: Tensor) -> Tensor:
     count = added.shape[1]
     decay, added = pad(decay, (0, -count % BLOCK)), pad(added, (0, 0, 0, -count % BLOCK))
     decay, added = decay.unflatten(1, (-1, BLOCK)), added.unflatten(1, (-1, BLOCK))
-    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=decay.device).tril(-1)
-    within = torch.where(later, decay.unsqueeze(-1), 1).cumprod(-2).tril()
-    states, decay = within @ added, decay.cumprod(-1).unsqueeze(-1)
+    is_later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=decay.device).tril(-1)
+    weights = torch.where(is_later, decay.unsqueeze(-1), 1).cumprod(-2).tril()
+    states, decay = weights @ added, decay.cumprod(-1).unsqueeze(-1)
     for i in range(1, states.shape[1]):
         states[:, i].addcmul_(decay[:, i], states[:, i - 1, -1:])
     return states.flatten(1, 2)[:, :count]

@@ -39,8 +39,8 @@ def attend_fields(
     Returns:
         The shape and dtype of ``far``.
     """
-    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-    if same and query.dtype in FUSED and query.numel() and on_plain_cpu(query):
+    is_uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+    if is_uniform and query.dtype in FUSED and query.numel() and on_plain_cpu(query):
         return _attend_fused(query, key, value, seen, scaling, estimate, far)
     # one more key, of zeros, makes room for the far field's score without a copy of the scores
     key, value = (functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
@@ -66,8 +66,8 @@ def _attend_fused(
         """Bring blocks to the dimension of sequences: (batch * blocks, key heads, ...)."""
         return x.transpose(1, 2).flatten(0, 1)
 
-    near = (_in_rows(fold(x)) for x in (query.flatten(3, 4), key, value))
-    out = _Fields.apply(*near, mask, scaling, *(fold(x.flatten(3, 4)) for x in (estimate, far)))
+    inputs = (_in_rows(fold(x)) for x in (query.flatten(3, 4), key, value))
+    out = _Fields.apply(*inputs, mask, scaling, *(fold(x.flatten(3, 4)) for x in (estimate, far)))
     return out.unflatten(2, query.shape[3:5]).unflatten(0, (batch, blocks)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
@@ -101,12 +101,12 @@ class _Fields(torch.autograd.Function):
 
 def _backward(grad: Tensor, scaling: float, needs: tuple[bool, ...], *saved: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, mask, far, share, out, score, mass = saved
-    near: tuple[Tensor | None, ...] = (None, None, None)
+    grads: tuple[Tensor | None, ...] = (None, None, None)
     if any(needs[:3]):
         grad_out, result = (_in_rows(x.to(query.dtype)) for x in (grad, out))
-        joint = torch.logaddexp(score, mass).to(mass.dtype)
-        inputs = (grad_out, query, key, value, result, joint)
-        near = _differentiate(*inputs, dropout_p=0.0, is_causal=False, attn_mask=mask, scale=scaling)
-    to_far = share * grad
-    to_score = (to_far * (far - out)).sum(-1).to(score.dtype)
-    return *near, None, None, to_score, to_far
+        total_mass = torch.logaddexp(score, mass).to(mass.dtype)
+        inputs = (grad_out, query, key, value, result, total_mass)
+        grads = _differentiate(*inputs, dropout_p=0.0, is_causal=False, attn_mask=mask, scale=scaling)
+    grad_far = share * grad
+    grad_score = (grad_far * (far - out)).sum(-1).to(score.dtype)
+    return *grads, None, None, grad_score, grad_far

@@ -21,9 +21,9 @@ def read_once(mask: Tensor, name: str, read: Callable[[], Any], *options: object
     """
     if mask.is_inference():  # no version tells whether it was changed
         return read()
-    now = (id(mask), mask._version, *options)  # a copy of the mask has the attribute too
-    before, reading = getattr(mask, name, (None, None))
-    if before != now:
+    version = (id(mask), mask._version, *options)  # a copy of the mask has the attribute too
+    old_version, reading = getattr(mask, name, (None, None))
+    if old_version != version:
         reading = read()
-        setattr(mask, name, (now, reading))
+        setattr(mask, name, (version, reading))
     return reading

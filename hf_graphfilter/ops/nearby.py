@@ -40,8 +40,8 @@ def attend_nearby(
     tokens, past = query.shape[2], key.shape[2] - query.shape[2]
     if tokens == 1 and causal:  # a step of decoding
         last = slice(-window - 1, None)
-        near = None if bias is None else bias[..., last]
-        return attend_few(query, key[:, :, last], value[:, :, last], scaling, keys[:, None, last], near)
+        last_bias = None if bias is None else bias[..., last]
+        return attend_few(query, key[:, :, last], value[:, :, last], scaling, keys[:, None, last], last_bias)
     block = max(BLOCK, window)
     if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # a graph would be bound to the number of tokens
         block, window = max(BLOCK, min(window, tokens)), min(window, key.shape[2] - 1)
@@ -78,9 +78,9 @@ def weigh(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def count_nearby(keys: Tensor, tokens: int, window: int, causal: bool) -> Tensor:
     """Count the keys that each query of ``attend_nearby`` sees in its window, (batch, tokens); ``keys`` as there."""
     places = torch.arange(tokens, device=keys.device) + keys.shape[1] - tokens
-    upto = functional.pad(keys.long().cumsum(-1), (1, 0))  # among the first so many
+    counts = functional.pad(keys.long().cumsum(-1), (1, 0))  # among the first so many
     last = places + 1 if causal else (places + window + 1).clamp(max=keys.shape[1])
-    return upto[:, last] - upto[:, (places - window).clamp(min=0)]
+    return counts[:, last] - counts[:, (places - window).clamp(min=0)]
 
 
 def attend_few(
@@ -120,9 +120,9 @@ def first_there(count: int, there: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
     order = torch.arange(tokens, device=there.device) + tokens * (~there).long()  # a stable sort has no form in ONNX
     places = order.argsort(-1)[:, :count]
 
-    def chosen(x: Tensor) -> Tensor:
+    def choose(x: Tensor) -> Tensor:
         if x.dim() == 2:
             return x.gather(1, places)
         return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
-    return tuple(map(chosen, (there, *rows)))
+    return tuple(map(choose, (there, *rows)))

@@ -45,10 +45,10 @@ def polynomial_form(
         return None
     heads = query.shape[1]
     options: dict[str, Any] = {"scale": scale, "causal": causal, "dropout": dropout}
-    if len(coefficients) == 3 and (both := triton.apply_twice(query, key, value, mask, **options)):
+    if len(coefficients) == 3 and (powers := triton.apply_twice(query, key, value, mask, **options)):
         constant, *others = coefficients
         terms = [] if constant is None else [(constant, repeat_heads(value, heads))]
-        return combine([*terms, *((c, x) for c, x in zip(others, both, strict=True) if c is not None)]), [both[0]]
+        return combine([*terms, *((c, x) for c, x in zip(others, powers, strict=True) if c is not None)]), [powers[0]]
     if can_apply(query, key, value, mask, coefficients, causal, dropout, exact):
         form = apply_polynomial
     elif can_write_out(query) and _are_alike(query, key, value, coefficients, dropout, exact):
@@ -115,6 +115,6 @@ def _are_alike(
 
 def _is_faster(query: Tensor, mask: Tensor | None, causal: bool) -> bool:
     batch, heads, tokens, _ = query.shape
-    learned = mask is not None and mask.requires_grad  # for which SDPA has no kernel
-    few = batch * heads * tokens**2 < FEWEST_ENTRIES * len(split_rows(tokens, causal))
-    return (learned or not few) and tokens <= MOST_TOKENS[causal]
+    has_learned_mask = mask is not None and mask.requires_grad  # for which SDPA has no kernel
+    is_small = batch * heads * tokens**2 < FEWEST_ENTRIES * len(split_rows(tokens, causal))
+    return (has_learned_mask or not is_small) and tokens <= MOST_TOKENS[causal]

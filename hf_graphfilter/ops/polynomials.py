@@ -199,7 +199,7 @@ def applied(operator: Callable[[Tensor], Tensor], once: Tensor, signal: Tensor, 
     """
     half = signal.dtype == torch.float16
 
-    def added(*parts: tuple[float, Tensor]) -> Tensor:
+    def add(*parts: tuple[float, Tensor]) -> Tensor:
         (factor, first), *rest = [(factor, x.float() if half else x) for factor, x in parts]
         total = factor * first
         for factor, x in rest:
@@ -207,10 +207,10 @@ def applied(operator: Callable[[Tensor], Tensor], once: Tensor, signal: Tensor, 
         return total.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() if half else total
 
     (scale, constant, _), *others = steps
-    earlier, current = signal, once if scale == 1 and not constant else added((scale, once), (constant, signal))
+    earlier, current = signal, once if scale == 1 and not constant else add((scale, once), (constant, signal))
     yield from (earlier, current)
     for alpha, beta, gamma in others:
-        earlier, current = current, added((alpha, operator(current)), (-gamma, earlier), (beta, current))
+        earlier, current = current, add((alpha, operator(current)), (-gamma, earlier), (beta, current))
         yield current
 
 

@@ -18,7 +18,7 @@ def draw_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
     bits = (
         torch.empty((count + 3) // 4, dtype=torch.int64, device="cpu").random_(-(2**63), None).view(torch.int16)[:count]
     )
-    return (bits >= _of_bits(dropout) - 2**15).view(shape)
+    return (bits >= _count_dropped(dropout) - 2**15).view(shape)
 
 
 def drop(matrix: Tensor, keep: Tensor, dropout: float) -> Tensor:
@@ -31,8 +31,8 @@ def drop(matrix: Tensor, keep: Tensor, dropout: float) -> Tensor:
 
 def scale_of_kept(dropout: float) -> float:
     """Return the factor of the entries that stay."""
-    return 1 / (1 - _of_bits(dropout) / 2**16)
+    return 1 / (1 - _count_dropped(dropout) / 2**16)
 
 
-def _of_bits(dropout: float) -> int:
+def _count_dropped(dropout: float) -> int:
     return min(round(dropout * 2**16), 2**16 - 1)

@@ -17,8 +17,8 @@ def has_empty_rows(mask: Tensor) -> bool:
 
 
 def _read_empty_rows(mask: Tensor) -> bool:
-    seen = mask if mask.dtype == torch.bool else mask.detach() > -torch.inf
-    return not seen.any(-1).all()
+    visible = mask if mask.dtype == torch.bool else mask.detach() > -torch.inf
+    return not visible.any(-1).all()
 
 
 def biased_softmax(scores: Tensor, bias: Tensor | None, empties: bool = True) -> Tensor:

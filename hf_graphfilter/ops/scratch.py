@@ -48,11 +48,11 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def reuse(make: Callable[..., _T], *arguments: Hashable) -> _T:
     """Return ``make(*arguments)``, an object of ``scratch`` tensors, or the one that an earlier call made."""
     key = (make, *arguments)
-    made = _held.made.get(key)
-    if made is None:
+    result = _held.made.get(key)
+    if result is None:
         with torch.inference_mode(False), torch.no_grad():
-            made = make(*arguments)
+            result = make(*arguments)
         if len(_held.made) >= MOST:
             _held.made.clear()
-        _held.made[key] = made
-    return made  # type: ignore[no-any-return]
+        _held.made[key] = result
+    return result  # type: ignore[no-any-return]

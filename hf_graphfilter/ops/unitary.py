@@ -60,43 +60,43 @@ def filter_tokens(
         places = order.expand(batch, tokens)[:, None].expand(batch, sets, tokens).flatten(0, 1) + tokens * rows
         return x.flatten(0, 1).index_select(0, places.flatten()).view(x.shape)
 
-    packed = unpacked = None
+    pack_order = unpack_order = None
     if there is not None:
         there = there.expand(batch, tokens)
-        packed = (~there).byte().argsort(dim=-1, stable=True)
-        unpacked = packed.argsort(-1)
-        there = there.gather(1, packed)
-        response = response.gather(-1, packed[:, None].expand_as(response))
-        angles = angles.gather(-1, packed[:, None, None, None].expand_as(angles))
-        signal = in_order(signal, packed)
+        pack_order = (~there).byte().argsort(dim=-1, stable=True)
+        unpack_order = pack_order.argsort(-1)
+        there = there.gather(1, pack_order)
+        response = response.gather(-1, pack_order[:, None].expand_as(response))
+        angles = angles.gather(-1, pack_order[:, None, None, None].expand_as(angles))
+        signal = in_order(signal, pack_order)
     # the last token rotates by 0: with one rotation fewer, an exported graph would accept only more than two tokens
-    following = torch.ones_like(response[:, 0], dtype=torch.bool) if there is None else there
-    angles = angles.where(pad(following, (0, 1))[:, None, None, None, 1:], 0)
-    permuted = _order(permutation, tokens, there, angles.device)
-    restored = None if permuted is None else permuted.argsort(-1)
-    turn = unit(response).flatten(0, 1)
+    is_token = torch.ones_like(response[:, 0], dtype=torch.bool) if there is None else there
+    angles = angles.where(pad(is_token, (0, 1))[:, None, None, None, 1:], 0)
+    new_order = _order(permutation, tokens, there, angles.device)
+    old_order = None if new_order is None else new_order.argsort(-1)
+    scale = unit(response).flatten(0, 1)
     factors = [(rows[:, :3], rows[:, 3:6]) for rows in angles.flatten(0, 1).unbind(1)]
     for lower, upper in factors[:0:-1]:
-        signal = in_order(signal, permuted)
-        signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=True, back=False)
-    signal = hessenberg.transform(in_order(signal, permuted), *factors[0], turn, forward=True, back=True)
+        signal = in_order(signal, new_order)
+        signal = hessenberg.transform(signal, lower, upper, torch.ones_like(scale), forward=True, back=False)
+    signal = hessenberg.transform(in_order(signal, new_order), *factors[0], scale, forward=True, back=True)
     for lower, upper in factors[1:]:
-        signal = in_order(signal, restored)
-        signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=False, back=True)
-    signal = in_order(in_order(signal, restored), unpacked)
+        signal = in_order(signal, old_order)
+        signal = hessenberg.transform(signal, lower, upper, torch.ones_like(scale), forward=False, back=True)
+    signal = in_order(in_order(signal, old_order), unpack_order)
     if sets == 1:
         return signal.unflatten(2, (heads, features)).transpose(1, 2)
     return signal.unflatten(0, (batch, heads))
 
 
-def _order(permutation: Permutation, tokens: int, there: Tensor | None, device: torch.device) -> Tensor | None:
+def _order(permutation: Permutation, tokens: int, is_token: Tensor | None, device: torch.device) -> Tensor | None:
     """Return the places of the tokens in their new order, (1 or batch, tokens); absent tokens stay last."""
-    place = torch.arange(tokens, device=device)
+    places = torch.arange(tokens, device=device)
     if permutation == "identity":
         return None
     if permutation == "stride":
-        key = place % 2
+        key = places % 2
     else:
-        key = torch.stack([(place >> i & 1) << (DIGITS - 1 - i) for i in range(DIGITS)]).sum(0)
-    keys = key[None] if there is None else key.where(there, 1 << DIGITS)
+        key = torch.stack([(places >> i & 1) << (DIGITS - 1 - i) for i in range(DIGITS)]).sum(0)
+    keys = key[None] if is_token is None else key.where(is_token, 1 << DIGITS)
     return keys.argsort(dim=-1, stable=True)

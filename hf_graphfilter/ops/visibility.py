@@ -65,20 +65,20 @@ def average(signal: Tensor, causal: bool, keys: Tensor | None) -> Tensor:
     Its shape is (batch, heads, 1, features). If ``causal``, it is the mean over the tokens up to each one, (batch,
     heads, keys, features).
     """
-    wide = signal.float() if signal.element_size() < 4 else signal
-    present = wide.new_ones(1, wide.shape[2]) if keys is None else keys.to(wide.dtype)
-    present = present[:, None, :, None]
-    added, count = wide * present, present
-    sums = (added.cumsum(2), count.cumsum(2)) if causal else (added.sum(2, keepdim=True), count.sum(2, keepdim=True))
+    values = signal.float() if signal.element_size() < 4 else signal
+    weights = values.new_ones(1, values.shape[2]) if keys is None else keys.to(values.dtype)
+    weights = weights[:, None, :, None]
+    terms, count = values * weights, weights
+    sums = (terms.cumsum(2), count.cumsum(2)) if causal else (terms.sum(2, keepdim=True), count.sum(2, keepdim=True))
     return (sums[0] / sums[1].clamp(min=1)).to(signal.dtype)
 
 
 def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
     """Return the mean of a signal over the keys that each query sees, bool (batch or 1, 1, queries, keys)."""
-    wide = signal.float() if signal.element_size() < 4 else signal
-    weights = seen.to(wide.dtype)
+    values = signal.float() if signal.element_size() < 4 else signal
+    weights = seen.to(values.dtype)
     with torch.autocast(signal.device.type, enabled=False):
-        return (weights @ wide / weights.sum(-1, keepdim=True).clamp(min=1)).to(signal.dtype)
+        return (weights @ values / weights.sum(-1, keepdim=True).clamp(min=1)).to(signal.dtype)
 
 
 def seen_by_mask(mask: Tensor | None, batch: int) -> Tensor:
@@ -87,8 +87,8 @@ def seen_by_mask(mask: Tensor | None, batch: int) -> Tensor:
     A mask of three dimensions, (windows, queries, keys), is repeated for the windows of every image.
     """
     assert mask is not None
-    seen = mask if mask.dtype == torch.bool else mask > _FORBIDDEN_BY_BIAS
-    return seen[:, None].repeat(batch // seen.shape[0], 1, 1, 1) if seen.dim() == 3 else seen
+    visible = mask if mask.dtype == torch.bool else mask > _FORBIDDEN_BY_BIAS
+    return visible[:, None].repeat(batch // visible.shape[0], 1, 1, 1) if visible.dim() == 3 else visible
 
 
 def _reduce(mask: Tensor, queries: int, biased: bool, expected: bool) -> tuple[bool, Tensor | None]:
@@ -125,8 +125,8 @@ def _allowed(mask: Tensor, biased: bool) -> tuple[Tensor, Tensor | bool]:
 
 def _structure(keys: Tensor, allowed: Tensor, causal: bool, queries: int) -> Tensor:
     """Return the mask that ``keys`` alone would give, in the shape of ``allowed``."""
-    full = keys[:, None, None, :].expand_as(allowed)
+    visible = keys[:, None, None, :].expand_as(allowed)
     if not causal:
-        return full
+        return visible
     count = allowed.shape[-1]
-    return full & torch.ones(queries, count, dtype=torch.bool, device=allowed.device).tril(count - queries)
+    return visible & torch.ones(queries, count, dtype=torch.bool, device=allowed.device).tril(count - queries)

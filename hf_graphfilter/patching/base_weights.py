@@ -12,7 +12,7 @@ from ..hosts import Host
 
 SAMPLE = "_graph_filter_base_weights"  # attribute of a model: a sample taken when it was patched or loaded
 _VALUES = 8  # number of values per tensor; training changes nearly all of them
-_WRITTEN = 2
+_WRITTEN_COUNT = 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,9 +30,9 @@ def changed_weights(host: Host, model: nn.Module) -> list[str]:
     Casts to another dtype and moves to another device do not count. Adapters do not count either, since they are saved
     in files of their own.
     """
-    before: dict[str, Tensor] = vars(model).get(SAMPLE) or {}
-    now = _sample(host, model) if before else {}
-    return [name for name, values in now.items() if name in before and not _is_same(before[name], values)]
+    old: dict[str, Tensor] = vars(model).get(SAMPLE) or {}
+    new = _sample(host, model) if old else {}
+    return [name for name, values in new.items() if name in old and not _is_same(old[name], values)]
 
 
 def written_weights(host: Host, model: nn.Module, modules: Iterable[str]) -> dict[str, list[float]]:
@@ -40,20 +40,20 @@ def written_weights(host: Host, model: nn.Module, modules: Iterable[str]) -> dic
     sample = {**_sample(host, model), **(vars(model).get(SAMPLE) or {})}
     names = tuple(f"{module}." for module in modules)
     chosen = {k: v for k, v in sample.items() if k.startswith(names) and v.is_floating_point()}
-    return {name: round_values(values[:_WRITTEN]) for name, values in chosen.items()}
+    return {name: round_values(values[:_WRITTEN_COUNT]) for name, values in chosen.items()}
 
 
 def differing_weights(written: object, host: Host, model: nn.Module) -> list[str]:
     """Return the names of the parameters that differ from ``written_weights``, to the precision of bfloat16."""
-    now = _sample(host, model) if isinstance(written, Mapping) else {}
-    pairs = [(name, values[:_WRITTEN], written.get(name)) for name, values in now.items()]  # type: ignore[attr-defined]
+    new = _sample(host, model) if isinstance(written, Mapping) else {}
+    pairs = [(name, values[:_WRITTEN_COUNT], written.get(name)) for name, values in new.items()]  # type: ignore[attr-defined]
     return [
         name
-        for name, values, other in pairs
-        if isinstance(other, list)
-        and [*map(type, other)] == [float] * len(values)
+        for name, values, saved in pairs
+        if isinstance(saved, list)
+        and [*map(type, saved)] == [float] * len(values)
         and values.is_floating_point()
-        and not torch.allclose(values.float(), torch.tensor(other), rtol=2**-7, atol=1e-6, equal_nan=True)
+        and not torch.allclose(values.float(), torch.tensor(saved), rtol=2**-7, atol=1e-6, equal_nan=True)
     ]
 
 

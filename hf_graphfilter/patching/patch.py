@@ -64,7 +64,7 @@ def patch_model(
         True
     """
     config = as_config(filter, **options)
-    wrapped, model = model, encoder_of(model)
+    outer_model, model = model, encoder_of(model)
     host = host_of(model)
     sites, refused = host.find(model)
     if not sites:
@@ -87,7 +87,7 @@ def patch_model(
     attach(host, model, list(zip(selected, filters, strict=True)), record)
     counts, kind = (len(selected), len(sites)), type(model).__name__
     logger.info("patched %d of %d attention modules of %s with %s", *counts, kind, config.filter)
-    return wrapped
+    return outer_model
 
 
 def unpatch_model(model: M) -> M:
@@ -104,7 +104,7 @@ def unpatch_model(model: M) -> M:
     Raises:
         GraphFilterError: the model is not patched.
     """
-    wrapped, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
+    outer_model, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     patched = patched_modules(model, required=host.read_record(model) is None)  # patched parts may have been removed
     host.detach(model, [module for _, module in patched])
@@ -112,7 +112,7 @@ def unpatch_model(model: M) -> M:
     for attribute in (STARTS, SAMPLE):
         vars(model).pop(attribute, None)
     logger.info("removed the graph filters from %d attention modules of %s", len(patched), type(model).__name__)
-    return wrapped
+    return outer_model
 
 
 @contextlib.contextmanager
@@ -123,21 +123,21 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
     """
     modules = [*model.modules()]
     classes = [(module, type(module)) for module in modules]
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    grad_flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     configs = {id(c): vars(c) for m in modules if hasattr(c := vars(m).get("config"), "__dict__")}
     attributes = [*map(vars, modules), *configs.values()]
-    inside = {id(v): v for a in attributes for v in a.values() if isinstance(v, (dict, list, set))}  # may be shared
-    before = [(container, container.copy()) for container in (*attributes, *inside.values())]
+    containers = {id(v): v for a in attributes for v in a.values() if isinstance(v, (dict, list, set))}  # may be shared
+    contents = [(container, container.copy()) for container in (*attributes, *containers.values())]
     try:
         yield
     except BaseException:
         for module, kind in classes:
             module.__class__ = kind
-        for container, content in before:
+        for container, content in contents:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
-        for parameter, required in trained:
-            parameter.requires_grad_(required)
+        for parameter, requires_grad in grad_flags:
+            parameter.requires_grad_(requires_grad)
         raise
 
 

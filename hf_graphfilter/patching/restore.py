@@ -57,17 +57,17 @@ def attach(
             f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the "
             "model before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
         )
-    attached, before = [], host.read_record(model)
+    modules, old_record = [], host.read_record(model)
     try:
         for site, graph_filter in filters:
             host.attach(site, graph_filter)
-            attached.append(site.module)
+            modules.append(site.module)
         if patched_modules(model, required=False):
             host.write_record(model, record)
             remember_weights(host, model)
     except BaseException:
-        host.detach(model, attached)
-        host.write_record(model, before)
+        host.detach(model, modules)
+        host.write_record(model, old_record)
         raise
 
 
@@ -80,13 +80,15 @@ def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, Att
     weights, or the name of the parent module, if attention was not yet a module of its own.
     """
     sites, _ = host.find(model)
-    here = {host.relative_name(model, site.name): site for site in sites}
-    if set(names) <= set(here):
-        return {name: here[name] for name in names}
-    parents = Counter(name.rpartition(".")[0] for name in here)
-    inside = {name.rpartition(".")[0]: site for name, site in here.items() if parents[name.rpartition(".")[0]] == 1}
-    known = inside | host.saved_names(model, sites) | here
-    return {name: known[name] for name in names if name in known}
+    by_name = {host.relative_name(model, site.name): site for site in sites}
+    if set(names) <= set(by_name):
+        return {name: by_name[name] for name in names}
+    parents = Counter(name.rpartition(".")[0] for name in by_name)
+    by_parent = {
+        name.rpartition(".")[0]: site for name, site in by_name.items() if parents[name.rpartition(".")[0]] == 1
+    }
+    by_any_name = by_parent | host.saved_names(model, sites) | by_name
+    return {name: by_any_name[name] for name in names if name in by_any_name}
 
 
 def check_resolved(
@@ -99,22 +101,22 @@ def check_resolved(
     """
     absent = [name for name in names if name not in sites]
     if complete and absent:
-        here = [host.relative_name(model, site.name) for site in host.find(model)[0]]
-        nearest = difflib.get_close_matches(absent[0], here, 1, cutoff=0)
-        layers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in (*absent, *here)}
-        fewer = bool(here) and min(layers[name] for name in absent) > max(layers[name] for name in here)
-        mend = "all of the layers that were patched" if fewer else "the release of the library that wrote it"
+        existing = [host.relative_name(model, site.name) for site in host.find(model)[0]]
+        nearest = difflib.get_close_matches(absent[0], existing, 1, cutoff=0)
+        layers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in (*absent, *existing)}
+        is_shallower = bool(existing) and min(layers[name] for name in absent) > max(layers[name] for name in existing)
+        remedy = "all of the layers that were patched" if is_shallower else "the release of the library that wrote it"
         raise GraphFilterError(
             f"the record of the graph filter names {len(absent)} of {len(names)} modules that are no self-attention of "
-            f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with {mend}, or patch the "
+            f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with {remedy}, or patch the "
             "model again and save it"
         )
     by_site = {site.name: name for name, site in sites.items()}
     if len(by_site) < len(sites):
-        twice = next(name for name, site in sites.items() if by_site[site.name] != name)
+        duplicate = next(name for name, site in sites.items() if by_site[site.name] != name)
         raise GraphFilterError(
-            f"the record of the graph filter names one module of {type(model).__name__} twice: {shown(twice)} and "
-            f"{shown(by_site[sites[twice].name])}"
+            f"the record of the graph filter names one module of {type(model).__name__} twice: {shown(duplicate)} and "
+            f"{shown(by_site[sites[duplicate].name])}"
         )
 
 
@@ -126,10 +128,10 @@ def build_at(config: FilterConfig, site: AttentionSite, model: nn.Module) -> Gra
     """
     graph_filter = build_filter(config, site)
     path = site.name.split(".")
-    around = (model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
-    owner = next((module for module in around if next(module.parameters(), None) is not None), site.module)
-    like = next(owner.parameters(), torch.empty(0))
-    dtype = like.dtype if like.is_floating_point() else None
+    modules = (model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
+    owner = next((module for module in modules if next(module.parameters(), None) is not None), site.module)
+    parameter = next(owner.parameters(), torch.empty(0))
+    dtype = parameter.dtype if parameter.is_floating_point() else None
     graph_filter.train(site.module.training)
     device = device_of(owner)
     # in a model on the meta device, a module may hold tensors that are not on it
@@ -157,16 +159,16 @@ def reset_missing(graph_filter: GraphFilter) -> None:
         tensor = graph_filter.get_buffer(name)
         tensor.data = start.to(tensor)
     slots: list[dict[str, Any]] = [s for m in graph_filter.modules() for s in (m._parameters, m._buffers)]
-    before = [(slot, name, tensor) for slot in slots for name, tensor in slot.items() if tensor is not None]
-    loaded = {
-        id(tensor): tensor.detach().clone() for _, _, tensor in before if getattr(tensor, "_is_hf_initialized", False)
+    entries = [(slot, name, tensor) for slot in slots for name, tensor in slot.items() if tensor is not None]
+    loaded_values = {
+        id(tensor): tensor.detach().clone() for _, _, tensor in entries if getattr(tensor, "_is_hf_initialized", False)
     }
-    if len(loaded) == len(before):
+    if len(loaded_values) == len(entries):
         return
     graph_filter.reset_parameters()
-    for slot, name, tensor in before:
-        if id(tensor) in loaded:
-            tensor.data = loaded[id(tensor)]
+    for slot, name, tensor in entries:
+        if id(tensor) in loaded_values:
+            tensor.data = loaded_values[id(tensor)]
         elif (start := slot.get(name)) is not None and start is not tensor:
             tensor.data = start.detach().to(tensor)
         slot[name] = tensor

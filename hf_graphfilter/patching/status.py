@@ -58,8 +58,8 @@ class FilterStatus(list[FilterRow]):
         rows = []
         for row in self:
             cells = [_summarise(row.coefficients.get(name), name in row.trained) for name in names]
-            moved = "" if row.moved is None else f"{row.moved:.4f}"
-            rows.append([row.module, row.filter.filter, *cells, moved, row.backend])
+            distance = "" if row.moved is None else f"{row.moved:.4f}"
+            rows.append([row.module, row.filter.filter, *cells, distance, row.backend])
         return ["module", "filter", *names, "moved", "backend"], rows
 
     def _repr_html_(self) -> str:
@@ -76,8 +76,8 @@ class FilterStatus(list[FilterRow]):
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.left_alone.items():
             by_reason.setdefault(reason, []).append(name)
-        more = {reason: f" and {len(names) - 1} more" * (len(names) > 1) for reason, names in by_reason.items()}
-        return [f"left alone: {names[0]}{more[reason]} ({reason})" for reason, names in by_reason.items()]
+        suffixes = {reason: f" and {len(names) - 1} more" * (len(names) > 1) for reason, names in by_reason.items()}
+        return [f"left alone: {names[0]}{suffixes[reason]} ({reason})" for reason, names in by_reason.items()]
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
@@ -113,8 +113,8 @@ def filter_status(model: nn.Module) -> FilterStatus:
             values = _read_coefficients(graph_filter)
             module = part.get_submodule(name)
             backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
-            moved, trained = _distance_from_start(graph_filter, values), _names_trained(graph_filter)
-            status.append(FilterRow(f"{prefix}{name}", graph_filter.config, values, backend, trained, moved))
+            distance, trained_names = _distance_from_start(graph_filter, values), _names_trained(graph_filter)
+            status.append(FilterRow(f"{prefix}{name}", graph_filter.config, values, backend, trained_names, distance))
         if filters:
             left_alone |= {f"{prefix}{name}": reason for name, reason in host.find(part)[1].items()}
     status.left_alone = left_alone
@@ -127,10 +127,10 @@ def _find_models(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modul
         return [(prefix, model, host_of(model))]
     except GraphFilterError:
         parts = [] if CHILD in model._modules else model.named_children()
-        patched = [(name, part) for name, part in parts if patched_modules(part, required=False)]
-        if not patched:
+        patched_parts = [(name, part) for name, part in parts if patched_modules(part, required=False)]
+        if not patched_parts:
             raise
-    return [found for name, part in patched for found in _find_models(part, f"{prefix}{name}.")]
+    return [entry for name, part in patched_parts for entry in _find_models(part, f"{prefix}{name}.")]
 
 
 def has_moved(model: nn.Module) -> bool:

@@ -102,7 +102,7 @@ class AttentionShift(ShiftOperator):
         self.call, self.past_rows, self.state, self._earlier = call, past_rows, state, earlier
         self.applications = 0
         self.weights: Tensor | None = None
-        self._formed: DenseShift | None = None
+        self._dense: DenseShift | None = None
         self._visible: tuple[bool, Tensor | None] | None = None
 
     @property
@@ -139,24 +139,24 @@ class AttentionShift(ShiftOperator):
         if self.applications:
             signal = self._all_rows(signal)
         elif call.few_rows is not None and not self.exact and (matrix := call.few_rows()) is not None:
-            self._formed = DenseShift(matrix)
-        elif not self.exact and (joint := self._joint(signal, None)) is not None:
-            return joint
+            self._dense = DenseShift(matrix)
+        elif not self.exact and (result := self._apply_polynomial(signal, None)) is not None:
+            return result
         self.applications += 1
-        if self._formed is not None:
-            return self._formed(signal)
+        if self._dense is not None:
+            return self._dense(signal)
         if self.applications > 1:
             return call.attend(repeat_heads(call.key, signal.shape[1]), signal)[0].transpose(1, 2)
         output, self.weights = call.attend(call.key, signal)
         if call.weights_again and self.weights is not None:
-            self._formed = DenseShift(self.weights)
+            self._dense = DenseShift(self.weights)
         return output.transpose(1, 2)
 
     def polynomial(self, value: Tensor, coefficients: Coefficients) -> Tensor:
-        joint = self._joint(value, coefficients)
-        return super().polynomial(value, coefficients) if joint is None else joint
+        result = self._apply_polynomial(value, coefficients)
+        return super().polynomial(value, coefficients) if result is None else result
 
-    def _joint(self, value: Tensor, coefficients: Coefficients | None) -> Tensor | None:
+    def _apply_polynomial(self, value: Tensor, coefficients: Coefficients | None) -> Tensor | None:
         if self.applications or self.call.polynomial is None:
             return None
         coefficients = coefficients or [None, value.new_ones(self.rows[0])]
@@ -194,12 +194,12 @@ class AttentionShift(ShiftOperator):
         if structure is None:
             return seen_by_mask(self.call.mask, self.query.shape[0]), False
         causal, visible_keys = structure
-        seen = None if visible_keys is None else visible_keys[:, None, None]
-        if not causal or (seen is None and keys == tokens):
-            return seen, causal
+        visible = None if visible_keys is None else visible_keys[:, None, None]
+        if not causal or (visible is None and keys == tokens):
+            return visible, causal
         places = torch.arange(keys, device=self.key.device).view(1, 1, -1, 1)
-        earlier = places.mT <= (places if keys == tokens else self._check_past(keys).newest(places, tokens))
-        return (earlier if seen is None else earlier & seen), False
+        causal_mask = places.mT <= (places if keys == tokens else self._check_past(keys).newest(places, tokens))
+        return (causal_mask if visible is None else causal_mask & visible), False
 
     def _structure(self) -> tuple[bool, Tensor | None] | None:
         """Return ``visible()``, or None if the mask must be applied as a matrix.
@@ -266,8 +266,8 @@ class AttentionShift(ShiftOperator):
             signal = self.past_rows.extend(self.applications, signal)
         if signal.shape[2] != self.key.shape[2]:
             self._check_past(self.key.shape[2])
-            held = f"the key/value cache holds {self.key.shape[2]} tokens but the filter has seen"
-            raise GraphFilterError(f"{held} {signal.shape[2]} of them: {UNSEEN}")
+            prefix = f"the key/value cache holds {self.key.shape[2]} tokens but the filter has seen"
+            raise GraphFilterError(f"{prefix} {signal.shape[2]} of them: {UNSEEN}")
         return signal
 
     def _check_past(self, keys: int) -> PastRows:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import GraphFilterError
 
 
-class _Left(NamedTuple):
+class _Entry(NamedTuple):
     name: str  # name of the layer
     kind: str
     call: int  # number of the call of its attention
@@ -27,7 +27,7 @@ class EarlierLayers:
     """
 
     def __init__(self) -> None:
-        self._left: list[_Left] = []
+        self._entries: list[_Entry] = []
         self._begun_in = _backward_pass()
         self._calls: dict[tuple[str, int], int] = {}  # number of calls so far, by layer and pass
         self._call = 0
@@ -43,7 +43,7 @@ class EarlierLayers:
     def leave(self, name: str, tensor: Tensor, kind: str) -> None:
         """Leave a tensor of layer ``name`` (``GraphFilter.site_name``) for later layers with this kind of filter."""
         if not self._runs_again(name):
-            self._left.append(_Left(name, kind, self._call, tensor, torch.is_grad_enabled()))
+            self._entries.append(_Entry(name, kind, self._call, tensor, torch.is_grad_enabled()))
 
     def left_before(self, name: str, kind: str) -> list[Tensor]:
         """Return the tensors that layers before ``name`` with this kind of filter left; the nearest layer comes last.
@@ -52,17 +52,17 @@ class EarlierLayers:
             GraphFilterError: this layer or an earlier one first ran without gradients, so that a gradient would be
                 lost; or the layer is run again, but has several places.
         """
-        left = [entry for entry in self._left if (entry.call, entry.kind) == (self._call, kind)]
-        end = len(left)
+        entries = [entry for entry in self._entries if (entry.call, entry.kind) == (self._call, kind)]
+        end = len(entries)
         if self._runs_again(name):
-            places = [i for i, entry in enumerate(left) if entry.name == name]
+            places = [i for i, entry in enumerate(entries) if entry.name == name]
             if len(places) > 1:
                 raise GraphFilterError(
                     f"{name} is applied {len(places)} times in one forward pass, so that gradient checkpointing cannot "
                     "know which layer came before: train it without gradient checkpointing"
                 )
             end = places[0]
-        before, this_layer = left[:end], left[end : end + 1]
+        before, this_layer = entries[:end], entries[end : end + 1]
         if before and torch.is_grad_enabled() and not all(entry.with_gradient for entry in before + this_layer):
             raise GraphFilterError(
                 f"{name} reads a tensor of the layer before, whose gradient reentrant checkpointing loses: use "
@@ -72,15 +72,15 @@ class EarlierLayers:
 
     def copy(self) -> EarlierLayers:
         other = EarlierLayers()
-        other._left, other._calls, other._call = list(self._left), dict(self._calls), self._call
+        other._entries, other._calls, other._call = list(self._entries), dict(self._calls), self._call
         return other
 
     def detach(self) -> None:
         """Stop gradients from flowing back into the layers so far."""
-        self._left = [entry._replace(tensor=entry.tensor.detach()) for entry in self._left]
+        self._entries = [entry._replace(tensor=entry.tensor.detach()) for entry in self._entries]
 
     def _runs_again(self, name: str) -> bool:
-        matches = (entry.name == name and entry.call == self._call for entry in self._left)
+        matches = (entry.name == name and entry.call == self._call for entry in self._entries)
         return _backward_pass() != self._begun_in and any(matches)
 
 

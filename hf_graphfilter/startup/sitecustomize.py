@@ -8,7 +8,7 @@ import os
 import sys
 
 sys.path.remove(os.path.dirname(__file__))
-_own = sys.modules.pop(__name__)
+_this_module = sys.modules.pop(__name__)
 
 try:
     import hf_graphfilter  # noqa: F401
@@ -19,6 +19,6 @@ except ModuleNotFoundError as error:  # a Python of another environment: there, 
 try:
     import sitecustomize  # noqa: F401
 except ModuleNotFoundError as error:
-    sys.modules[__name__] = _own  # so that Python finds this file as the module that it imports
+    sys.modules[__name__] = _this_module  # so that Python finds this file as the module that it imports
     if error.name != __name__:
         raise

@@ -61,7 +61,7 @@ def check_filter(
     config = as_config(filter, **options)
     if unknown := {*(only or ())} - {check.name for check in CHECKS}:
         raise GraphFilterError(f"no check {min(unknown)!r}; the checks are {', '.join(check.name for check in CHECKS)}")
-    report, stopped = FilterReport(), ""
+    report, failed_check = FilterReport(), ""
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -69,11 +69,11 @@ def check_filter(
         with torch.enable_grad(), torch.random.fork_rng(devices), tempfile.TemporaryDirectory() as folder:
             trial = Trial(config, formula, Path(folder))
             for check in CHECKS:
-                if stopped:
-                    report.append(CheckRow(check.name, "does not apply", f"not run, since {stopped} failed"))
+                if failed_check:
+                    report.append(CheckRow(check.name, "does not apply", f"not run, since {failed_check} failed"))
                 elif check.basic or only is None or check.name in only:
                     report.append(trial.run(check))
-                    stopped = check.name if check.basic and report[-1].outcome == "failed" else ""
+                    failed_check = check.name if check.basic and report[-1].outcome == "failed" else ""
     finally:
         if bars:
             logging.enable_progress_bar()

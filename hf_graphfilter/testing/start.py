@@ -15,7 +15,7 @@ from ..patching.patch import patch_model
 from .trial import ALL, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state
 
 
-def _all_set(model: nn.Module, complaint: str) -> None:
+def _check_initialised(model: nn.Module, complaint: str) -> None:
     for name, tensor in state(model).items():
         if not tensor.isfinite().all():
             raise Failed(f"{complaint} {name.split('graph_filter.')[-1].rpartition('.')[2]}, at {name}")
@@ -28,32 +28,32 @@ def _reset(model: nn.Module, complaint: str) -> None:
             tensor.data.fill_(torch.nan)
     for _, graph_filter in filters_of(model):
         graph_filter.reset_parameters()
-    _all_set(model, complaint)
+    _check_initialised(model, complaint)
 
 
 @check("config", basic=True)
 def _config(trial: Trial, _: Family) -> None:
     config = trial.config
     try:
-        written = json.dumps(config.to_dict())
+        text = json.dumps(config.to_dict())
     except TypeError as error:
         raise Failed(f"its options cannot be written as JSON: {error}") from error
-    if FilterConfig.from_dict(json.loads(written)) != config:
-        raise Failed(f"{config!r} is not what is read back from {written}")
+    if FilterConfig.from_dict(json.loads(text)) != config:
+        raise Failed(f"{config!r} is not what is read back from {text}")
 
 
 @check("patching", basic=True)
 def _patching(trial: Trial, _: Family) -> str:
-    refused: dict[str, Exception] = {}
+    refusals: dict[str, Exception] = {}
     for family in trial.families:
         try:
             patch_model(family.build(), trial.config)
         except GraphFilterError as error:
-            refused[family.name] = error
-    if len(refused) == len(trial.families):
-        raise next(iter(refused.values()))
-    trial.families = [f for f in trial.families if f.name not in refused]
-    return "; ".join(f"not in {name}: {one_line(error)}" for name, error in refused.items())
+            refusals[family.name] = error
+    if len(refusals) == len(trial.families):
+        raise next(iter(refusals.values()))
+    trial.families = [f for f in trial.families if f.name not in refusals]
+    return "; ".join(f"not in {name}: {one_line(error)}" for name, error in refusals.items())
 
 
 @check("start values", *ALL)
@@ -64,7 +64,7 @@ def _start_values(trial: Trial, family: Family) -> None:
         model = patch_model(family.build(), trial.config)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    _all_set(model, "__init__ leaves uninitialised memory (call reset_parameters at its end) in")
+    _check_initialised(model, "__init__ leaves uninitialised memory (call reset_parameters at its end) in")
     _reset(model, "reset_parameters does not set")
 
 
@@ -73,8 +73,8 @@ def _meta(trial: Trial, family: Family) -> None:
     """Build a model on the meta device, as ``from_pretrained`` does."""
     with torch.device("meta"):
         model = patch_model(family.model_class(copy.deepcopy(family.config)), trial.config)
-    if other := {*state(patch_model(family.build(), trial.config))} ^ {*state(model)}:
-        raise Failed(f"built on the meta device the filter has other parameters and buffers: {sorted(other)}")
+    if differences := {*state(patch_model(family.build(), trial.config))} ^ {*state(model)}:
+        raise Failed(f"built on the meta device the filter has other parameters and buffers: {sorted(differences)}")
     model.to_empty(device="cpu")
     _reset(model, "after it was built on the meta device, reset_parameters does not set")
 

@@ -100,8 +100,8 @@ class Family:
         if self.kind == "module":
             embeds = torch.randn(2, TOKENS, self.config["d_model"], generator=g).to(dtype)
             return {"inputs_embeds": embeds[:, :tokens], "attention_mask": torch.ones_like(ids)}
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return {**given, "decoder_input_ids": ids.flip(1)} if self.kind == "encoder-decoder" else given
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return {**inputs, "decoder_input_ids": ids.flip(1)} if self.kind == "encoder-decoder" else inputs
 
 
 def families() -> list[Family]:

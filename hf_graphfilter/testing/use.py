@@ -38,8 +38,8 @@ def _calls(trial: Trial, family: Family) -> list[tuple[GraphFilter, DenseShift, 
     def hook(graph_filter: Any, args: tuple[Any, ...], out: Tensor) -> None:
         shift, value = args
         dense = shift.dense()
-        seen = ("hidden", "query", "key", "scaling", "visible", "state")
-        vars(dense).update({name: getattr(shift, name) for name in seen})
+        names = ("hidden", "query", "key", "scaling", "visible", "state")
+        vars(dense).update({name: getattr(shift, name) for name in names})
         calls.append((graph_filter, dense, value, out))
 
     model, inputs = trial.patched(family), family.inputs()
@@ -47,8 +47,8 @@ def _calls(trial: Trial, family: Family) -> list[tuple[GraphFilter, DenseShift, 
         inputs["attention_mask"][1, 6:] = 0
     hooks = [graph_filter.register_forward_hook(hook) for _, graph_filter in filters_of(model)]
     output(model, inputs)
-    for registered in hooks:
-        registered.remove()
+    for handle in hooks:
+        handle.remove()
     return calls
 
 
@@ -75,15 +75,15 @@ def _formula(trial: Trial, family: Family) -> None:
 
 
 @check("values per head", "encoder")
-def _values_a_head(trial: Trial, family: Family) -> None:
+def _values_per_head(trial: Trial, family: Family) -> None:
     """Check values split by heads, as tensor parallelism splits them."""
     if not trial.config.module.per_head:
         raise DoesNotApply("it names none (per_head), and tensor parallelism will refuse it")
     for graph_filter, dense, value, out in _calls(trial, family):
         _on_matrix(graph_filter, dense, value)
         dense.matrix = dense.matrix[:, 2:]
-        own = {name: getattr(graph_filter, name)[2:] for name in graph_filter.per_head}
-        half = functional_call(graph_filter, own, (dense, value[:, 2:]))
+        parameters = {name: getattr(graph_filter, name)[2:] for name in graph_filter.per_head}
+        half = functional_call(graph_filter, parameters, (dense, value[:, 2:]))
         equal(half, out[:, 2:], "half of the heads with half of the values of per_head do not give half of the output")
 
 
@@ -114,9 +114,9 @@ def _gradients(trial: Trial, family: Family) -> None:
 def _finite_differences(trial: Trial, _: Family) -> None:
     heads, tokens, features = 2, 4, 3
     width = heads * features
-    place = nn.Linear(width, width)
+    module = nn.Linear(width, width)
     site = AttentionSite(
-        "small", place, heads, False, "encoder", "", 0, hidden_size=width, head_dim=features, stack_module=place
+        "small", module, heads, False, "encoder", "", 0, hidden_size=width, head_dim=features, stack_module=module
     )
     graph_filter = build_filter(trial.config, site).double().eval()
     turn_on(graph_filter)
@@ -143,8 +143,8 @@ def _causality(trial: Trial, family: Family) -> None:
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     changed = {**inputs, name: inputs[name].clone()}
     changed[name][:, 5:] = (changed[name][:, 5:] + 7) % 90 + 5
-    earlier = output(model, changed)[:, :5]
-    equal(earlier, output(model, inputs)[:, :5], "a later token changes the output at an earlier one")
+    earlier_output = output(model, changed)[:, :5]
+    equal(earlier_output, output(model, inputs)[:, :5], "a later token changes the output at an earlier one")
 
 
 @check("padding", "encoder", "decoder", "encoder-decoder", "module")
@@ -162,21 +162,21 @@ def _cached_decoding(trial: Trial, family: Family) -> None:
     """Check decoding with a cache, and training in pieces whose gradients pass through the cache."""
     model, inputs = trial.patched(family), family.inputs()
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    ids, others = inputs[name], {k: v for k, v in inputs.items() if k not in (name, "attention_mask")}
-    tokens, expected = ids.shape[1], model(**others, **{name: ids}, use_cache=False).last_hidden_state
-    for how, ends in (("token by token", range(1, tokens + 1)), ("in pieces", (4, 7, 8, tokens))):
+    ids, other_inputs = inputs[name], {k: v for k, v in inputs.items() if k not in (name, "attention_mask")}
+    tokens, expected = ids.shape[1], model(**other_inputs, **{name: ids}, use_cache=False).last_hidden_state
+    for mode, ends in (("token by token", range(1, tokens + 1)), ("in pieces", (4, 7, 8, tokens))):
         past, start, pieces = None, 0, []
         for end in ends:
-            with torch.set_grad_enabled(how == "in pieces"):
-                step = model(**others, **{name: ids[:, start:end]}, **{CACHE: past}, use_cache=True)
+            with torch.set_grad_enabled(mode == "in pieces"):
+                step = model(**other_inputs, **{name: ids[:, start:end]}, **{CACHE: past}, use_cache=True)
             pieces.append(step.last_hidden_state)
             past, start = step[CACHE], end
-        found = torch.cat(pieces, 1)
-        equal(found.detach(), expected.detach(), f"decoding {how} with a cache differs from decoding without")
-    toward, learned = torch.randn(expected.shape, dtype=expected.dtype), [*model.parameters()]
+        decoded = torch.cat(pieces, 1)
+        equal(decoded.detach(), expected.detach(), f"decoding {mode} with a cache differs from decoding without")
+    output_gradient, parameters = torch.randn(expected.shape, dtype=expected.dtype), [*model.parameters()]
     by_cache, at_once = (
-        torch.cat([g.flatten() for g in torch.autograd.grad(out, learned, toward, materialize_grads=True)])
-        for out in (found, expected)
+        torch.cat([g.flatten() for g in torch.autograd.grad(out, parameters, output_gradient, materialize_grads=True)])
+        for out in (decoded, expected)
     )
     equal(by_cache, at_once, "gradients through a cache differ from those of one pass (is its state detached?)")
 
@@ -188,9 +188,9 @@ def _half_precision(trial: Trial, family: Family) -> None:
         rounded = output(model.to(torch.bfloat16), family.inputs(torch.bfloat16)).float()
         return 1 - nn.functional.cosine_similarity(rounded.flatten(), expected.flatten(), dim=0).item()
 
-    plain, patched = loss(family.build(torch.float32)), loss(trial.patched(family, torch.float32, scale=0.1))
-    if not patched < 0.02 + 4 * plain:
-        raise Failed(f"in bfloat16 its output loses {patched:.3f} of 1, the unpatched model's {plain:.3f}")
+    baseline, patched = loss(family.build(torch.float32)), loss(trial.patched(family, torch.float32, scale=0.1))
+    if not patched < 0.02 + 4 * baseline:
+        raise Failed(f"in bfloat16 its output loses {patched:.3f} of 1, the unpatched model's {baseline:.3f}")
 
 
 @check("save and load", *PRETRAINED)
@@ -200,9 +200,9 @@ def _save_and_load(trial: Trial, family: Family) -> None:
     model.save_pretrained(folder)
     loaded = family.model_class.from_pretrained(folder)
     half = family.model_class.from_pretrained(folder, dtype=torch.bfloat16)
-    for again in (loaded, half):
+    for reloaded in (loaded, half):
         for name, expected in state(model).items():
-            tensor = state(again).get(name)
+            tensor = state(reloaded).get(name)
             if tensor is None or not torch.equal(tensor, expected.to(tensor.dtype)):
                 raise Failed(f"{name} is not what was saved")
     twin = copy.deepcopy(loaded)  # tensors from a file may be aligned differently, so that kernels round differently
@@ -218,24 +218,24 @@ def _filter_file(trial: Trial, family: Family) -> None:
 
 @check("unpatching", *ALL)
 def _unpatching(trial: Trial, family: Family) -> None:
-    plain, model, inputs = family.build(), trial.patched(family), family.inputs()
+    original, model, inputs = family.build(), trial.patched(family), family.inputs()
     output(model, inputs)
     unpatch_model(model)
-    if [*model.state_dict()] != [*plain.state_dict()]:
+    if [*model.state_dict()] != [*original.state_dict()]:
         raise Failed("unpatch_model leaves other parameters than the model had")
-    equal(output(model, inputs), output(plain, inputs), "unpatch_model does not give the original again", 0)
+    equal(output(model, inputs), output(original, inputs), "unpatch_model does not give the original again", 0)
 
 
 @check("copies", *ALL)
 def _copies(trial: Trial, family: Family) -> None:
     model, inputs = trial.patched(family), family.inputs()
     expected = output(model, inputs)
-    for how, twin in (("deepcopy", copy.deepcopy(model)), ("pickle", pickle.loads(pickle.dumps(model)))):
-        equal(output(twin, inputs), expected, f"a copy made by {how} gives other outputs", 0)
+    for method, twin in (("deepcopy", copy.deepcopy(model)), ("pickle", pickle.loads(pickle.dumps(model)))):
+        equal(output(twin, inputs), expected, f"a copy made by {method} gives other outputs", 0)
         with torch.no_grad():
             for parameter in filter_parameters(twin):
                 parameter.add_(1)
-        equal(output(model, inputs), expected, f"a copy made by {how} shares its parameters with the model", 0)
+        equal(output(model, inputs), expected, f"a copy made by {method} shares its parameters with the model", 0)
 
 
 @check("compiling", "encoder")

@@ -38,8 +38,8 @@ class FilterArgumentsMixin:
 
     def __post_init__(self) -> None:
         check_rates(filter_lr=self.filter_lr)
-        if further := getattr(super(), "__post_init__", None):
-            further()
+        if parent_post_init := getattr(super(), "__post_init__", None):
+            parent_post_init()
 
 
 @dataclass

@@ -146,9 +146,9 @@ class BlendSchedule(LoggingCallback):
 def _find_blended(model: nn.Module) -> list[ReplacingFilter]:
     blended = [f for _, f in filters_of(model, ReplacingFilter, copies=True) if f.gate is not None]
     if not blended:
-        can_blend = [name for name in available_filters() if issubclass(get_filter(name), ReplacingConfig)]
+        blend_filters = [name for name in available_filters() if issubclass(get_filter(name), ReplacingConfig)]
         raise GraphFilterError(
             f'{type(model).__name__} has no blended layer; patch it with init="blend" and a filter that can blend: '
-            f"{', '.join(can_blend)}"
+            f"{', '.join(blend_filters)}"
         )
     return blended

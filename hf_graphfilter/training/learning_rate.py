@@ -93,24 +93,24 @@ def split_filter_groups(
     Raises:
         GraphFilterError: a coefficient that is trained is in no group.
     """
-    of_filter = coefficient_ids(model)
-    wanted = {id(p) for p in filter_parameters(model) if p.requires_grad} & of_filter
-    wanted -= {number for other in others if other is not optimizer for number in _held_by(other)}
-    of_weights: list[dict[str, Any]] = []
-    of_filters: list[dict[str, Any]] = []
+    filter_ids = coefficient_ids(model)
+    missing = {id(p) for p in filter_parameters(model) if p.requires_grad} & filter_ids
+    missing -= {number for other in others if other is not optimizer for number in _parameter_ids(other)}
+    weight_groups: list[dict[str, Any]] = []
+    filter_groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        inside = [p for p in group["params"] if id(p) in of_filter]
-        wanted -= {id(p) for p in inside}
+        coefficients = [p for p in group["params"] if id(p) in filter_ids]
+        missing -= {id(p) for p in coefficients}
         options = {**group, "lr": filter_lr, "weight_decay": 0.0}
-        of_filters += [{**options, "params": parameters} for parameters in split_by_mesh(inside)]
-        if rest := [p for p in group["params"] if id(p) not in of_filter]:
-            of_weights.append({**group, "params": rest})
-    if wanted:
+        filter_groups += [{**options, "params": parameters} for parameters in split_by_mesh(coefficients)]
+        if weights := [p for p in group["params"] if id(p) not in filter_ids]:
+            weight_groups.append({**group, "params": weights})
+    if missing:
         raise GraphFilterError(
-            f"{len(wanted)} trained parameters of the graph filter are in no group of {type(optimizer).__name__}: "
+            f"{len(missing)} trained parameters of the graph filter are in no group of {type(optimizer).__name__}: "
             "patch the model before the optimizer is made, and choose an optim that makes no groups of its own"
         )
-    optimizer.param_groups[:] = [*of_weights, *of_filters]
+    optimizer.param_groups[:] = [*weight_groups, *filter_groups]
 
 
 def find_rate_problem(
@@ -143,20 +143,20 @@ def find_rate_problem(
             f"{len(missing)} of {len(parameters)} parameters of the graph filter are not in the optimizer, so training "
             "leaves them as they are: patch the model before the optimizer is made"
         )
-    of_filter = coefficient_ids(model)
-    of_filters = [group for group in groups if any(id(p) in of_filter for p in group["params"])]
-    if filter_lr is not None and any(id(p) not in of_filter for group in of_filters for p in group["params"]):
+    filter_ids = coefficient_ids(model)
+    filter_groups = [group for group in groups if any(id(p) in filter_ids for p in group["params"])]
+    if filter_lr is not None and any(id(p) not in filter_ids for group in filter_groups for p in group["params"]):
         return (
             f"filter_lr={filter_lr:g} is not applied to the optimizer that was passed to the Trainer: make it with "
             "parameter_groups(model, lr=..., filter_lr=...), or let the Trainer make it"
         )
-    of_weights = {_peak(group) for group in groups if any(id(p) not in of_filter for p in group["params"])}
-    forgotten = {rate for group in of_filters if (rate := _peak(group)) in of_weights or not of_weights}
-    if not forgotten or (rate := min(forgotten)) >= FAST or rate * (steps or 0) >= 1:
+    weight_rates = {_peak(group) for group in groups if any(id(p) not in filter_ids for p in group["params"])}
+    shared_rates = {rate for group in filter_groups if (rate := _peak(group)) in weight_rates or not weight_rates}
+    if not shared_rates or (rate := min(shared_rates)) >= FAST or rate * (steps or 0) >= 1:
         return None
-    within = f"moves them by at most about {rate * steps:.1g} in {steps} steps" if steps else "barely moves them"
+    movement = f"moves them by at most about {rate * steps:.1g} in {steps} steps" if steps else "barely moves them"
     return (
-        f"the coefficients of the graph filter share the learning rate of the weights, {rate:.2g}, which {within}: "
+        f"the coefficients of the graph filter share the learning rate of the weights, {rate:.2g}, which {movement}: "
         f"{REMEDY}"
     )
 
@@ -187,20 +187,20 @@ def prepare_with_rate(original: Function, self: Any, *args: Any, **kwargs: Any) 
     if optimizers and not _is_called_by_trainer():  # the callback of the Trainer reports more exactly
         rate = rate_from_environment()
         for model in filter(coefficient_ids, models):
-            own = {id(p) for p in model.parameters()}
-            of_model = [optimizer for optimizer in optimizers if own & _held_by(optimizer)]
-            if not of_model:  # they train another model, or copies
+            model_ids = {id(p) for p in model.parameters()}
+            model_optimizers = [optimizer for optimizer in optimizers if model_ids & _parameter_ids(optimizer)]
+            if not model_optimizers:  # they train another model, or copies
                 continue
-            together = [*of_model, *self._optimizers]  # each may train a part, as Muon and AdamW do
-            for optimizer in of_model:
+            all_optimizers = [*model_optimizers, *self._optimizers]  # each may train a part, as Muon and AdamW do
+            for optimizer in model_optimizers:
                 if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
-                    split_filter_groups(optimizer, model, rate, together)
-            groups = [group for optimizer in together for group in optimizer.param_groups]
+                    split_filter_groups(optimizer, model, rate, all_optimizers)
+            groups = [group for optimizer in all_optimizers for group in optimizer.param_groups]
             report_problem(find_rate_problem(model, SimpleNamespace(param_groups=groups)), self.is_main_process)
     return original(self, *args, **kwargs)
 
 
-def _held_by(optimizer: Any) -> set[int]:
+def _parameter_ids(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 

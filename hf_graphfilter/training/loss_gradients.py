@@ -21,8 +21,8 @@ def choose_weights(graph_filter: GraphFilter, losses: Iterable[str], weights: We
 
     A loss of weight 0 is not computed, and does not enter a mean.
     """
-    chosen = {**graph_filter.config.penalties, **weights}
-    return {name: chosen[name] for name in losses if chosen[name]}
+    all_weights = {**graph_filter.config.penalties, **weights}
+    return {name: all_weights[name] for name in losses if all_weights[name]}
 
 
 def find_rerun(model: nn.Module) -> list[nn.Module]:
@@ -49,8 +49,8 @@ class GradientAdder:
                 self.applications, self.others, self.backward_began = Counter(), Counter(), False
             # a forward pass of a reference model switches checkpointing off
             counts = torch.is_grad_enabled() or any(getattr(m, "gradient_checkpointing", True) for m in self.rerun)
-            counted = self.applications if counts else self.others
-            counted.update(weights.keys())
+            counter = self.applications if counts else self.others
+            counter.update(weights.keys())
         if torch.is_grad_enabled():
             for name, weight in weights.items():
                 loss = losses[name](**self.options.get(name, {}))
@@ -59,8 +59,8 @@ class GradientAdder:
 
     def record(self, name: str, loss: Tensor) -> None:
         self.backward_began = True
-        before = self.sums.get(name)
-        self.sums[name] = loss.clone() if before is None else before + loss.to(before.device)
+        total = self.sums.get(name)
+        self.sums[name] = loss.clone() if total is None else total + loss.to(total.device)
         self.counts[name] += 1
 
 
@@ -72,8 +72,8 @@ class _AddGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        name, weight, added = ctx.rest
-        added.record(name, ctx.loss)
-        count = added.applications[name] or added.others[name]  # `others` if checkpointing is not the model's own
-        share = torch.full_like(ctx.loss, weight * added.scale / count)
+        name, weight, adder = ctx.rest
+        adder.record(name, ctx.loss)
+        count = adder.applications[name] or adder.others[name]  # `others` if checkpointing is not the model's own
+        share = torch.full_like(ctx.loss, weight * adder.scale / count)
         return grad, share, None, None, None

@@ -58,15 +58,15 @@ def parameter_groups(
     """
     check_rates(lr=lr, filter_lr=filter_lr, **({} if weight_decay is None else {"weight_decay": weight_decay}))
     _check_trainable(model)
-    of_filter = coefficient_ids(model)
+    filter_ids = coefficient_ids(model)
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    rest = [(n, p) for n, p in named if id(p) not in of_filter]
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    weights = [(n, p) for n, p in trainable if id(p) not in filter_ids]
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in rest if n in decayed], "lr": lr, **decay},
-        {"params": [p for n, p in rest if n not in decayed], "lr": lr, "weight_decay": 0.0},
-        {"params": [p for _, p in named if id(p) in of_filter], "lr": filter_lr, "weight_decay": 0.0},
+        {"params": [p for n, p in weights if n in decayed], "lr": lr, **decay},
+        {"params": [p for n, p in weights if n not in decayed], "lr": lr, "weight_decay": 0.0},
+        {"params": [p for _, p in trainable if id(p) in filter_ids], "lr": filter_lr, "weight_decay": 0.0},
     ]
     return [{**group, "params": parameters} for group in groups for parameters in split_by_mesh(group["params"])]
 
@@ -132,11 +132,11 @@ class _Factory:
         if (trainer := find_caller(Trainer)) is None:
             raise GraphFilterError("filter_optimizer is for a Trainer; in a loop of your own use parameter_groups")
         _check_trainable(model)
-        trainer.optimizer_cls_and_kwargs, ours = None, trainer.optimizer_cls_and_kwargs
+        trainer.optimizer_cls_and_kwargs, factory = None, trainer.optimizer_cls_and_kwargs
         try:
             optimizer = Trainer.create_optimizer(trainer, model)  # not the subclass's, which has called this function
         finally:
-            trainer.optimizer, trainer.optimizer_cls_and_kwargs = None, ours
+            trainer.optimizer, trainer.optimizer_cls_and_kwargs = None, factory
         split_filter_groups(optimizer, model, _rate(trainer.args, self.filter_lr))
         return optimizer
 
@@ -162,11 +162,11 @@ def give_filter_rate(trainer_class: type[Trainer]) -> None:
 def _create_optimizer(original: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     has_rate = hasattr(trainer.args, "filter_lr") or rate_from_environment() is not None
     model: Any = next(iter((*args, *kwargs.values())), None) or trainer.model
-    trained = has_rate and trainer.optimizer is None and any(p.requires_grad for p in filter_parameters(model))
-    if trained:
+    trains_filter = has_rate and trainer.optimizer is None and any(p.requires_grad for p in filter_parameters(model))
+    if trains_filter:
         _check_optimizer(trainer.args)
     optimizer: torch.optim.Optimizer = original(trainer, *args, **kwargs)
-    ours = isinstance((trainer.optimizer_cls_and_kwargs or (None,))[0], _Factory)
-    if trained and not ours:
+    uses_factory = isinstance((trainer.optimizer_cls_and_kwargs or (None,))[0], _Factory)
+    if trains_filter and not uses_factory:
         split_filter_groups(optimizer, model, _rate(trainer.args))
     return optimizer

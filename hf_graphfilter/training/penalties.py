@@ -116,14 +116,14 @@ class Penalties:
 
     def __init__(self, weights: Weights, options: Options):
         self._weights, self._options = weights, options
-        self._seen: dict[str, list[tuple[float, Loss]]] = {}
+        self._recorded_losses: dict[str, list[tuple[float, Loss]]] = {}
         self._called = False
 
     def _record(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
         if torch.is_grad_enabled():
             self._called = True
             for name, weight in choose_weights(graph_filter, losses, self._weights).items():
-                self._seen.setdefault(name, []).append((weight, losses[name]))
+                self._recorded_losses.setdefault(name, []).append((weight, losses[name]))
         return out
 
     def losses(self) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ class Penalties:
         options = self._options
         return {
             name: [(weight, loss(**options.get(name, {}))) for weight, loss in pairs]
-            for name, pairs in self._seen.items()
+            for name, pairs in self._recorded_losses.items()
         }
 
 
@@ -225,12 +225,12 @@ def penalised_filters(model: nn.Module, weights: Weights, options: Options) -> l
     return filters
 
 
-def _check_weights(where: str, weights: Weights | None) -> Weights:
+def _check_weights(caller: str, weights: Weights | None) -> Weights:
     if not isinstance(weights, Mapping | None):
-        raise GraphFilterError(f"{where}: weights are numbers by the name of a loss, got {shown(weights)}")
+        raise GraphFilterError(f"{caller}: weights are numbers by the name of a loss, got {shown(weights)}")
     for name, weight in (weights or {}).items():
         if not is_number(weight):
-            raise GraphFilterError(f"{where}: the weight of {name} must be a number >= 0, got {shown(weight)}")
+            raise GraphFilterError(f"{caller}: the weight of {name} must be a number >= 0, got {shown(weight)}")
     return weights or {}
 
 

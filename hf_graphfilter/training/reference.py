@@ -24,15 +24,15 @@ def check_reference(trainer: Any) -> str | None:
     if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module) or model is reference:
         return None
     filters = [[f for _, f in filters_of(each)] for each in (model, reference)]
-    configs, others = ([f.config for f in each] for each in filters)
+    configs, reference_configs = ([f.config for f in each] for each in filters)
     resumed = getattr(getattr(trainer, "state", None), "global_step", 0) > 0
-    if configs == others or resumed:
+    if configs == reference_configs or resumed:
         return None
     if all(_is_original(f) for each in filters for f in each):
         return None
-    trained, compared = (_describe(each) for each in (configs, others))
+    model_text, reference_text = (_describe(each) for each in (configs, reference_configs))
     return (
-        f"the model that is trained has {trained}, and the reference model has {compared}: pass "
+        f"the model that is trained has {model_text}, and the reference model has {reference_text}: pass "
         "ref_model=copy.deepcopy(model), or save the patched model and load it from there, as TRL loads the reference"
     )
 

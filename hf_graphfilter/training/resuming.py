@@ -69,13 +69,13 @@ def check_same_filter(model: Any, checkpoint: str) -> None:
                 "from_pretrained, patch it, and begin a new run"
             )
         return
-    saved = {name: config for config, names in read_groups(record, checkpoint) for name in names}
+    saved_configs = {name: config for config, names in read_groups(record, checkpoint) for name in names}
     inner = unwrapped(model)
     host = host_of(inner)
     for name, graph_filter in filters_of(inner):
-        then = saved.get(host.relative_name(inner, name), graph_filter.config)
-        if then != graph_filter.config:
+        saved_config = saved_configs.get(host.relative_name(inner, name), graph_filter.config)
+        if saved_config != graph_filter.config:
             raise GraphFilterError(
-                f"{checkpoint} was trained with {then} at {name}, and the model has {graph_filter.config}: patch it as "
-                "it was to resume the run, or load the checkpoint with from_pretrained"
+                f"{checkpoint} was trained with {saved_config} at {name}, and the model has {graph_filter.config}: "
+                "patch it as it was to resume the run, or load the checkpoint with from_pretrained"
             )

@@ -136,14 +136,15 @@ def report(
     """
     batches = batches if reference is None else list(batches)
     measured = measure(model, batches, progress, max_length)
-    other = None if reference is None else measure(reference, batches, progress, max_length)
-    if other and measured.smoothing.layers() != other.smoothing.layers():
-        theirs, layers = (_count_layers(each.smoothing.layers()) for each in (other, measured))
+    measured_reference = None if reference is None else measure(reference, batches, progress, max_length)
+    if measured_reference and measured.smoothing.layers() != measured_reference.smoothing.layers():
+        reference_layers, layers = (_count_layers(each.smoothing.layers()) for each in (measured_reference, measured))
         raise GraphFilterError(
-            f"the reference has {theirs}, {type(model).__name__} has {layers}: they cannot be compared layer by layer"
+            f"the reference has {reference_layers}, {type(model).__name__} has {layers}: they cannot be compared "
+            "layer by layer"
         )
-    loaded = Path(str(getattr(getattr(model, "config", None), "_name_or_path", ""))).name
-    return Report(title or loaded or type(model).__name__, measured, other, conversion)
+    checkpoint_name = Path(str(getattr(getattr(model, "config", None), "_name_or_path", ""))).name
+    return Report(title or checkpoint_name or type(model).__name__, measured, measured_reference, conversion)
 
 
 def _count_layers(layers: list[Layer]) -> str:

@@ -43,9 +43,9 @@ def cost_of(model: nn.Module, batch: Any) -> Cost:
     with evaluate(model), torch.no_grad():
         for _ in range(RUNS):
             wait_for(device)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             model(**batch) if isinstance(batch, Mapping) else model(batch)
             wait_for(device)
-            times.append(time.perf_counter() - begun)
-    of_filters = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
-    return Cost(sum(p.numel() for p in model.parameters()), of_filters, statistics.median(times), str(device))
+            times.append(time.perf_counter() - start)
+    filter_count = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
+    return Cost(sum(p.numel() for p in model.parameters()), filter_count, statistics.median(times), str(device))

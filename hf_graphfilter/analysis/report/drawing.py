@@ -27,18 +27,18 @@ def figures(
     measurements: Measurements, reference: Measurements | None, conversion: ConversionCost | None
 ) -> dict[str, Figure]:
     """Return the figures of a report by name."""
-    drawn = {}
+    named_figures = {}
     for name, measured in measurements.parts().items():
         if name == "taylor" and not uses_gfsa(measurements, reference):
             continue
-        drawn[name] = measured.plot(reference.parts()[name] if reference else None, SHOWN[name])
+        named_figures[name] = measured.plot(reference.parts()[name] if reference else None, SHOWN[name])
     if measurements.curves:
-        drawn["curves"] = plot_curves(measurements.curves)
+        named_figures["curves"] = plot_curves(measurements.curves)
     if any(row.coefficients for row in measurements.status):
-        drawn["coefficients"] = heat_maps(measurements.status)
+        named_figures["coefficients"] = heat_maps(measurements.status)
     if conversion:
-        drawn["conversion"] = conversion.plot()
-    return drawn
+        named_figures["conversion"] = conversion.plot()
+    return named_figures
 
 
 def uses_gfsa(measurements: Measurements, reference: Measurements | None) -> bool:

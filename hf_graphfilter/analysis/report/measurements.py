@@ -56,12 +56,13 @@ class Inputs:
 
     def __str__(self) -> str:
         kind = self.kind.removesuffix("s") if self.samples == 1 else self.kind
-        where = {stack: f" in the {stack}" if len(self.tokens) > 1 else "" for stack in self.tokens}
+        stack_notes = {stack: f" in the {stack}" if len(self.tokens) > 1 else "" for stack in self.tokens}
         counts = [
-            f"{n:,} tokens{where[stack]} (at most {self.longest[stack]:,} each)" for stack, n in self.tokens.items()
+            f"{n:,} tokens{stack_notes[stack]} (at most {self.longest[stack]:,} each)"
+            for stack, n in self.tokens.items()
         ]
-        cut = "" if self.max_length is None else f"; cut at {self.max_length:,} tokens"
-        return f"{self.samples:,} {kind}, {', '.join(counts)}{cut}"
+        cut_note = "" if self.max_length is None else f"; cut at {self.max_length:,} tokens"
+        return f"{self.samples:,} {kind}, {', '.join(counts)}{cut_note}"
 
 
 class InputReader(Reader):
@@ -118,7 +119,7 @@ def measure(
     max_length: int | None = None,
 ) -> Measurements:
     """Measure a model in one pass over the batches; ``max_length`` is only kept for the page."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     readers = SmoothingReader(), ResponseReader(), SpectrumReader(), TaylorReader(), InputReader()
     first: list[Any] = []
 
@@ -128,9 +129,9 @@ def measure(
             yield batch
 
     observe(model, batches, readers, keep_first)
-    smooth, response, spectrum, taylor, counted = readers
+    smooth, response, spectrum, taylor, input_reader = readers
     results = smooth.result(model), response.result(model), spectrum.result(model), taylor.result(model)
     status = filter_status(model)
     curves = response_curves(model) if status else {}
-    cost, inputs = cost_of(unwrapped(model), first[0]), counted.inputs(first[0], max_length)
-    return Measurements(*results, cost, status, curves, inputs, time.perf_counter() - begun)
+    cost, inputs = cost_of(unwrapped(model), first[0]), input_reader.inputs(first[0], max_length)
+    return Measurements(*results, cost, status, curves, inputs, time.perf_counter() - start)

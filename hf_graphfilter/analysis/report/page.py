@@ -67,18 +67,18 @@ def page(title: str, measured: Measurements, reference: Measurements | None, con
 def _scale(title: str, measured: Measurements) -> str:
     """Return the cosine after the last layer beside those of pretrained models, as a table with bars."""
     stacks = dict.fromkeys(layer.stack for layer in measured.smoothing.layers())
-    own = []
+    model_rows = []
     for stack in stacks:
         cosine = measured.smoothing.bands[measured.smoothing.layers(stack)[-1], "cosine"].mean.item()
-        own.append((f"{title} {stack}" if len(stacks) > 1 else title, cosine, " class=own"))
-    known = load_references()
-    rows = [*own, *((value.model, value.cosine, "") for value in known)]
+        model_rows.append((f"{title} {stack}" if len(stacks) > 1 else title, cosine, " class=own"))
+    references = load_references()
+    rows = [*model_rows, *((value.model, value.cosine, "") for value in references)]
     cells = "".join(
         f"<tr{mark}><td>{html_text(name)}</td><td><div class=bar style='width:{max(cosine, 0):.0%}'></div></td>"
         f"<td>{cosine:.2f}</td></tr>"
         for name, cosine, mark in sorted(rows, key=lambda row: row[1])
     )
-    note = f"Other models: {known[0].samples} {known[0].data}, {known[0].date}."
+    note = f"Other models: {references[0].samples} {references[0].data}, {references[0].date}."
     return (
         "<p class=note>Mean cosine of two tokens after the last layer: 0 where tokens are unrelated, 1 where all are "
         f"alike</p><table class='plain scale'>{cells}</table><p class=note>{html_text(note)}</p>"
@@ -91,8 +91,8 @@ def _charts(
     """Return a heading and a grid of charts for each figure."""
     with needs("plots", "a report"):
         import matplotlib
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    options: Any = dict.fromkeys(inked, INK) | {"svg.fonttype": "none", "svg.hashsalt": title}
+    colour_settings = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    options: Any = dict.fromkeys(colour_settings, INK) | {"svg.fonttype": "none", "svg.hashsalt": title}
     parts, titles = [], headings(measured, reference, conversion)
     with matplotlib.rc_context(options):
         for name, figure in figures(measured, reference, conversion).items():

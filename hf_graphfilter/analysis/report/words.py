@@ -20,16 +20,16 @@ def verdict(measured: Measurements, reference: Measurements | None) -> list[str]
     lines = []
     for stack, layers in _stacks(measured):
         first, last = (_numbers(measured, None, "smoothing", layer, "cosine") for layer in (layers[0], layers[-1]))
-        other = reference and _numbers(reference, None, "smoothing", layers[-1], "cosine")
-        end = f"{last} (reference: {other})" if other else last
+        reference_last = reference and _numbers(reference, None, "smoothing", layers[-1], "cosine")
+        end = f"{last} (reference: {reference_last})" if reference_last else last
         if float(last) > float(first):
             change = f"grow alike{stack}: the mean cosine of two tokens rises from {first} to {end}"
         elif float(last) < float(first):
             change = f"do not grow alike{stack}: the mean cosine of two tokens falls from {first} to {end}"
         else:
             change = f"do not grow alike{stack}: the mean cosine of two tokens stays at {end}"
-        usual = "more than" if float(last) > max(values) else "less than" if float(last) < min(values) else ""
-        lines.append(f"Tokens {change}, which is {f'{usual} usual' if usual else 'usual'}")
+        comparison = "more than" if float(last) > max(values) else "less than" if float(last) < min(values) else ""
+        lines.append(f"Tokens {change}, which is {f'{comparison} usual' if comparison else 'usual'}")
     scale = ", ".join(f"{value.model} {value.cosine:.2f}" for value in load_references())
     return [f"{line}." for line in lines[:-1]] + [f"{lines[-1]}: {scale}."]
 
@@ -46,25 +46,25 @@ def sentences(
             ("smoothing", "high_frequency", ".2f", "Share of the energy off the mean token"),
             ("spectrum", "effective_rank", ".1f", "Effective rank of the tokens"),
         ):
-            begun, end = (_numbers(measured, reference, part, layer, quantity, form) for layer in (first, last))
-            lines.append(f"{name}{stack}: {begun} before the first layer, {end} after the last.")
+            start, end = (_numbers(measured, reference, part, layer, quantity, form) for layer in (first, last))
+            lines.append(f"{name}{stack}: {start} before the first layer, {end} after the last.")
         calls = [layer for layer in layers if (layer, "high_to_low") in measured.response.bands]
         if calls:
-            begun, end = (
+            start, end = (
                 _numbers(measured, reference, "response", layer, "high_to_low") for layer in (calls[0], calls[-1])
             )
             lines.append(
                 f"Gain of self-attention off frequency 0, as a share of the gain at 0{stack}: "
-                f"{begun} in layer {calls[0].index}, {end} in layer {calls[-1].index}."
+                f"{start} in layer {calls[0].index}, {end} in layer {calls[-1].index}."
             )
     if uses_gfsa(measured, reference):
         layer, K, share = _largest_error(measured)
         lines.append(f"Error of GFSA's approximation of A^K: at most {share:.0%} of its bound 2K (K={K}, {layer}).")
     cost = measured.cost
-    against = f" (reference: {reference.cost.seconds:.3g} s)" if reference else ""
+    reference_time = f" (reference: {reference.cost.seconds:.3g} s)" if reference else ""
     lines.append(
         f"The model has {cost.parameters:,} parameters, {cost.filter_parameters:,} of them in filters. A forward pass "
-        f"of the first batch took {cost.seconds:.3g} s on {cost.device}{against}."
+        f"of the first batch took {cost.seconds:.3g} s on {cost.device}{reference_time}."
     )
     return lines
 
@@ -73,36 +73,36 @@ def headings(
     measured: Measurements, reference: Measurements | None, conversion: ConversionCost | None
 ) -> dict[str, str]:
     """Return a sentence for each figure, by its name, that says what the figure shows."""
-    where, layers = [*_stacks(measured)][-1]
+    stack, layers = [*_stacks(measured)][-1]
     ranks = [measured.spectrum.bands[layer, "effective_rank"].mean.item() for layer in (layers[0], layers[-1])]
-    found = {
+    titles = {
         "smoothing": verdict(measured, reference)[-1].partition(":")[0],
-        "spectrum": f"Tokens{where} use {ranks[1]:.0f} dimensions after all layers, {ranks[0]:.0f} before the first",
+        "spectrum": f"Tokens{stack} use {ranks[1]:.0f} dimensions after all layers, {ranks[0]:.0f} before the first",
         "response": "Attention passes the mean of all tokens, and of other frequencies this share",
     }
     gains = [band.mean.item() for (_, name), band in measured.response.bands.items() if name == "high_to_low"]
     if gains:
-        found["response"] = (
+        titles["response"] = (
             f"Frequencies other than 0 pass with {min(gains):.2f} to {max(gains):.2f} of the gain at 0, by layer"
         )
     if uses_gfsa(measured, reference):
-        found["taylor"] = (
+        titles["taylor"] = (
             f"GFSA's approximation of A^K is off by at most {_largest_error(measured)[2]:.0%} of its bound"
         )
     if measured.curves:
-        moved = max(map(measure_change, measured.curves.values()))
-        found["curves"] = f"The responses of the filters are up to {moved:.2f} from the dashed line"
+        largest_change = max(map(measure_change, measured.curves.values()))
+        titles["curves"] = f"The responses of the filters are up to {largest_change:.2f} from the dashed line"
     distances = [row.moved for row in measured.status if row.moved is not None]
-    found["coefficients"] = "No coefficient is learned"
+    titles["coefficients"] = "No coefficient is learned"
     if distances:
         mean = sum(distances) / len(distances)
-        found["coefficients"] = (
+        titles["coefficients"] = (
             f"The learned coefficients are {mean:.2g} from their start values (mean over the modules)"
         )
     if conversion:
         crossing = conversion.crossing
-        found["conversion"] = f"The linearized model is {crossing}" if crossing else "What the conversion cost"
-    return found
+        titles["conversion"] = f"The linearized model is {crossing}" if crossing else "What the conversion cost"
+    return titles
 
 
 def facts(measured: Measurements, reference: Measurements | None) -> dict[str, str]:

@@ -123,12 +123,12 @@ def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
 
     Its tensors are whole, also if those of the filter are sharded or offloaded.
     """
-    blank: dict[int, Tensor] = {}
+    memo: dict[int, Tensor] = {}
     for tensor in (*graph_filter.parameters(), *graph_filter.buffers()):
         if tensor.is_meta or is_sharded(tensor):
             empty = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
-            learned = isinstance(tensor, nn.Parameter)
-            blank[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if learned else empty
-    start = copy.deepcopy(graph_filter, blank).cpu()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    start = copy.deepcopy(graph_filter, memo).cpu()
     start.reset_parameters()
     return start

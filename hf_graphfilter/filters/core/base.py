@@ -84,14 +84,14 @@ class GraphFilter(nn.Module):
     def __call__(self, shift: ShiftOperator, value: Tensor) -> Tensor:  # type: ignore[override]
         """Run ``forward`` and check the shape and dtype of its result."""
         out = super().__call__(shift, value)
-        wanted = (value.shape[0], *shift.rows, value.shape[-1])
-        has_shape = isinstance(out, Tensor) and out.shape == wanted
+        shape = (value.shape[0], *shift.rows, value.shape[-1])
+        has_shape = isinstance(out, Tensor) and out.shape == shape
         if has_shape and (out.dtype == value.dtype or torch.is_autocast_enabled(value.device.type)):
             return out
         returned = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         raise GraphFilterError(
             f"{self.site_name}: {type(self).__name__}.forward must return a tensor (batch, heads, query tokens, "
-            f"features) = {wanted} of {value.dtype}, like the value, but returned {returned}"
+            f"features) = {shape} of {value.dtype}, like the value, but returned {returned}"
         )
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ class GraphFilter(nn.Module):
 
     def learned_coefficients(self) -> dict[str, Tensor]:
         """Return the ``coefficients`` that are trained; theta_0 ... theta_K belong to the parameter theta."""
-        learned = {name for name, _ in self.named_parameters()}
-        return {k: v for k, v in self.coefficients().items() if k in learned or k.rpartition("_")[0] in learned}
+        names = {name for name, _ in self.named_parameters()}
+        return {k: v for k, v in self.coefficients().items() if k in names or k.rpartition("_")[0] in names}
 
     def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
         """Return the parts that can be switched off: name -> context manager that switches the part off.
@@ -180,9 +180,9 @@ class GraphFilter(nn.Module):
         coefficients = {id(t) for c in self.coefficient_tensors().values() for t in (c, c.grad)}
 
         def keep_precision(t: Tensor) -> Tensor:
-            moved = fn(t)
-            lowered = moved.is_floating_point() and moved.element_size() < min(4, t.element_size())
-            return t.to(moved.device, torch.float32) if lowered and id(t) in coefficients else moved
+            result = fn(t)
+            loses_precision = result.is_floating_point() and result.element_size() < min(4, t.element_size())
+            return t.to(result.device, torch.float32) if loses_precision and id(t) in coefficients else result
 
         return super()._apply(keep_precision, recurse)  # type: ignore[no-any-return]
 

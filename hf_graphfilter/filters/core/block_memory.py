@@ -46,8 +46,8 @@ class BlockMemory(NamedTuple):
         if "exact_there" not in self.state:
             return None
         key, value = (self.state[name][:, :, self.first : self.front] for name in ("key", "value"))
-        there = self.state["exact_there"] if "is_token" in self.state else self.state["exact_there"][:1]
-        return ExactTokens(there, key, value, self.state["exact_logits"])
+        is_present = self.state["exact_there"] if "is_token" in self.state else self.state["exact_there"][:1]
+        return ExactTokens(is_present, key, value, self.state["exact_logits"])
 
     @property
     def newest(self) -> int:
@@ -75,8 +75,8 @@ class BlockMemory(NamedTuple):
         if not self.state:
             return key, value, is_token
         key, value = (torch.cat([self.state[n][:, :, self.front :], x], 2) for n, x in (("key", key), ("value", value)))
-        before = self.state.get("is_token", is_token.new_ones(1, self.newest).expand(is_token.shape[0], -1))
-        return key, value, torch.cat([before, is_token], 1)
+        past_is_token = self.state.get("is_token", is_token.new_ones(1, self.newest).expand(is_token.shape[0], -1))
+        return key, value, torch.cat([past_is_token, is_token], 1)
 
     def add_mask(self, tokens: int) -> Tensor:
         """Add a mask in which all past keys are tokens, if there is none; return one for ``tokens`` new tokens."""
@@ -112,26 +112,28 @@ class BlockMemory(NamedTuple):
             exact: the exact far tokens of each block; the blocks lie along the dimension before the tokens.
         """
         batch, _, total, _ = key.shape
-        following = total // self.window
-        left = max(0, following - 1) * self.window  # so many tokens have become far
-        if left and exact is not None:
+        next_block = total // self.window
+        begin = max(0, next_block - 1) * self.window  # so many tokens have become far
+        if begin and exact is not None:
             places = exact.there.shape[2]
             if is_token is None:  # a step would have to hide free ones
-                places = min(places, self.front - self.first + left - (0 if self.first else self.sinks))
-            there, *rows = (x.select(x.dim() // 2, following) for x in exact)
-            exact = ExactTokens(there[:, :places], *(x[:, :, :places] for x in rows))
+                places = min(places, self.front - self.first + begin - (0 if self.first else self.sinks))
+            is_present, *rows = (x.select(x.dim() // 2, next_block) for x in exact)
+            exact = ExactTokens(is_present[:, :places], *(x[:, :, :places] for x in rows))
         else:
             exact = self.exact
-        if left:
-            self.state.update((n, x[:, :, following : following + 1].clone()) for n, x in means._asdict().items())
-            self.state["log_count"] = count[:, following : following + 1].log().expand(batch, 1)[..., None].clone()
+        if begin:
+            self.state.update((n, x[:, :, next_block : next_block + 1].clone()) for n, x in means._asdict().items())
+            self.state["log_count"] = count[:, next_block : next_block + 1].log().expand(batch, 1)[..., None].clone()
         if is_token is not None:
-            self.state.update(sinks._replace(at=sinks.at - left).flags(batch), is_token=is_token[:, left:total].clone())
-        self._write(sinks, exact, key[:, :, left:], value[:, :, left:])
+            self.state.update(
+                sinks._replace(at=sinks.at - begin).flags(batch), is_token=is_token[:, begin:total].clone()
+            )
+        self._write(sinks, exact, key[:, :, begin:], value[:, :, begin:])
 
     def _write(self, sinks: Sinks, exact: ExactTokens | None, key: Tensor, value: Tensor) -> None:
-        for name, first, rest in (("key", sinks.key, key), ("value", sinks.value, value)):
-            between = [] if exact is None else [getattr(exact, name)]
-            self.state[name] = torch.cat([first[:, :, : self.first], *between, rest], 2)
+        for name, sink_rows, newest_rows in (("key", sinks.key, key), ("value", sinks.value, value)):
+            exact_rows = [] if exact is None else [getattr(exact, name)]
+            self.state[name] = torch.cat([sink_rows[:, :, : self.first], *exact_rows, newest_rows], 2)
         if exact is not None:
             self.state.update(exact_there=exact.there.expand(len(key), -1).clone(), exact_logits=exact.logits.clone())

@@ -127,46 +127,46 @@ def _refuse_other(graph_filter: nn.Module, state: dict[str, Any], prefix: str, *
         )
 
 
-def _check_tensors(built: GraphFilter, name: str) -> None:
-    for attribute, value in vars(built).items():
+def _check_tensors(graph_filter: GraphFilter, name: str) -> None:
+    for attribute, value in vars(graph_filter).items():
         if attribute not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value):
             raise GraphFilterError(
                 f"{name}: self.{attribute} holds tensors that would not be moved, trained or saved: make them an "
                 "nn.Parameter, a buffer (register_buffer), an nn.ParameterList or an nn.ModuleList"
             )
-    tensors = [t for t in built.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+    tensors = [t for t in graph_filter.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
     if len({id(t) for t in tensors}) < len(tensors):
         raise GraphFilterError(
             f"{name} has one tensor under two names, which safetensors does not save: register it once, and read it "
             "from there"
         )
-    named = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    named = {**dict(graph_filter.named_parameters()), **dict(graph_filter.named_buffers())}
     for tensor_name, tensor in named.items():
         if tensor.is_complex():
             raise GraphFilterError(
                 f"{name}: {tensor_name!r} is complex, and casting the model to another dtype would drop its imaginary "
                 "part: make it a real tensor (..., 2) and read it through torch.view_as_complex"
             )
-    if unknown := {*built.coefficient_names()} - named.keys():
+    if unknown := {*graph_filter.coefficient_names()} - named.keys():
         raise GraphFilterError(
             f"{name}: coefficient_names() must return the set of names of parameters and buffers, and gave "
             f"{shown(sorted(unknown))}"
         )
 
 
-def _check_per_head(built: GraphFilter, name: str) -> None:
-    if not isinstance(built.per_head, tuple):
-        raise GraphFilterError(f"{name}: per_head must be a tuple of names, got {built.per_head!r}")
-    for wanted in built.per_head:
-        tensor = getattr(built, wanted, None)
+def _check_per_head(graph_filter: GraphFilter, name: str) -> None:
+    if not isinstance(graph_filter.per_head, tuple):
+        raise GraphFilterError(f"{name}: per_head must be a tuple of names, got {graph_filter.per_head!r}")
+    for attribute in graph_filter.per_head:
+        tensor = getattr(graph_filter, attribute, None)
         # ZeRO-3 has partitioned it already, and tells what it was
         shape = tuple(getattr(tensor, "ds_shape", tensor.shape)) if isinstance(tensor, Tensor) else tensor
-        if not isinstance(shape, tuple) or shape[:1] != (built.heads,):
+        if not isinstance(shape, tuple) or shape[:1] != (graph_filter.heads,):
             raise GraphFilterError(
-                f"{name}: per_head names {wanted!r}, which must be a parameter or buffer ({built.heads}, ...), one "
-                f"entry per head, but is {shape}"
+                f"{name}: per_head names {attribute!r}, which must be a parameter or buffer "
+                f"({graph_filter.heads}, ...), one entry per head, but is {shape}"
             )
-    if built.per_head and (others := {n for n, _ in built.named_parameters()} - {*built.per_head}):
+    if graph_filter.per_head and (others := {n for n, _ in graph_filter.named_parameters()} - {*graph_filter.per_head}):
         raise GraphFilterError(
             f"{name}: per_head must name all parameters or none, but lacks {min(others)!r}: tensor parallelism would "
             "train it separately in each process"
@@ -174,5 +174,5 @@ def _check_per_head(built: GraphFilter, name: str) -> None:
 
 
 def _holds_tensors(value: object) -> bool:
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-    return any(isinstance(v, (Tensor, nn.Module)) for v in held)
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(v, (Tensor, nn.Module)) for v in values)

@@ -13,7 +13,7 @@ from ...ops.polynomials import recurrence
 from ...shift.attention import AttentionShift
 from .replacing import ReplacingFilter
 
-_ONE = recurrence("monomial", 0, 0.0, 0.0)
+_NO_STEPS = recurrence("monomial", 0, 0.0, 0.0)
 
 
 class FeatureMapFilter(ReplacingFilter):
@@ -52,19 +52,21 @@ class FeatureMapFilter(ReplacingFilter):
         u, v = self.query_features(query), self.key_features(key)
         causal, keys = shift.visible()
         keys = None if keys is None else keys[:, -tokens:]
-        seen, _ = spectral.hide(v, value, keys)
+        logits, _ = spectral.hide(v, value, keys)
         if not causal and state is None:
-            mass = seen.logsumexp(2, keepdim=True)
-            return spectral.filter_all(_left(u + mass), v, value, keys)
-        past = spectral.CausalState(state["mass"], state["mean"]) if state else None
-        if past is not None:
-            seen = torch.cat([past.mass[:, :, None].to(seen.dtype), seen], 2)
-        mass = spectral.running_mass(seen)[:, :, -tokens:]
-        out, after = spectral.filter_causal(_left(u + mass), v, value, keys, past, goes_on=state is not None)
-        if state is not None and after is not None:
-            state.update(after._asdict())
+            mass = logits.logsumexp(2, keepdim=True)
+            return spectral.filter_all(_make_left(u + mass), v, value, keys)
+        past_state = spectral.CausalState(state["mass"], state["mean"]) if state else None
+        if past_state is not None:
+            logits = torch.cat([past_state.mass[:, :, None].to(logits.dtype), logits], 2)
+        mass = spectral.running_mass(logits)[:, :, -tokens:]
+        out, next_state = spectral.filter_causal(
+            _make_left(u + mass), v, value, keys, past_state, goes_on=state is not None
+        )
+        if state is not None and next_state is not None:
+            state.update(next_state._asdict())
         return out
 
 
-def _left(u: Tensor) -> spectral.Left:
-    return spectral.Left(u, None, u.new_ones(1), _ONE)
+def _make_left(u: Tensor) -> spectral.Left:
+    return spectral.Left(u, None, u.new_ones(1), _NO_STEPS)

@@ -52,11 +52,11 @@ class KeepingFilter(ReplacingFilter):
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
         if self.kept is None:
             return self.filter_part(shift, value)
-        attended, remembered = _attend(shift.part(self.kept), self.kept.take(value))
+        kept_out, memory = _attend(shift.part(self.kept), self.kept.take(value))
         out = self.filter_part(shift.part(self.part), self.part.take(value))
         if shift.state is not None:
-            shift.state.update(remembered)
-        return merge_heads([(self.kept, attended.to(out.dtype)), (self.part, out)])
+            shift.state.update(memory)
+        return merge_heads([(self.kept, kept_out.to(out.dtype)), (self.part, out)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ class KeepingConfig(ReplacingConfig):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        written = super().to_dict()
-        keep = written.pop("keep")  # left out where nothing is kept: earlier releases do not know it
-        return written | ({"keep": {str(layer): list(heads) for layer, heads in keep.items()}} if keep else {})
+        options = super().to_dict()
+        keep = options.pop("keep")  # left out where nothing is kept: earlier releases do not know it
+        return options | ({"keep": {str(layer): list(heads) for layer, heads in keep.items()}} if keep else {})
 
 
 def _read_keep(keep: Any, name: str) -> Keep | None:
@@ -98,14 +98,14 @@ def _read_keep(keep: Any, name: str) -> Keep | None:
         raise GraphFilterError(
             f"{name}: keep {FORM}, got {shown(keep)}; only linearize(...) chooses a share of heads, given as '20%'"
         )
-    read: Keep = {}
+    layers: Keep = {}
     for layer, heads in keep.items() if isinstance(keep, Mapping) else [(keep, None)]:
         index = int(layer) if isinstance(layer, str) and layer.isdecimal() else layer
-        listed: list[Any] = [*heads] if isinstance(heads, Sequence) else [None]
-        if not is_number(index, whole=True) or index in read or not all(is_number(x, whole=True) for x in listed):
+        indices: list[Any] = [*heads] if isinstance(heads, Sequence) else [None]
+        if not is_number(index, whole=True) or index in layers or not all(is_number(x, whole=True) for x in indices):
             raise GraphFilterError(f"{name}: keep {FORM}, with whole numbers from 0, got {shown(keep)}")
-        read[int(index)] = tuple(sorted({int(head) for head in listed}))
-    return {layer: heads for layer, heads in sorted(read.items()) if heads} or None
+        layers[int(index)] = tuple(sorted({int(head) for head in indices}))
+    return {layer: heads for layer, heads in sorted(layers.items()) if heads} or None
 
 
 def _check_heads(heads: tuple[int, ...], site: AttentionSite) -> None:
@@ -129,14 +129,14 @@ def _attend(shift: AttentionShift, value: Tensor) -> tuple[Tensor, dict[str, Ten
         value: (batch, key heads of the part, tokens, features).
     """
     key, state = shift.key, shift.state
-    remembered: dict[str, Tensor] = {}
+    memory: dict[str, Tensor] = {}
     if state is not None:
-        past = [state.pop(name, None) for name in ("kept_key", "kept_value")]
+        past_rows = [state.pop(name, None) for name in ("kept_key", "kept_value")]
         if key.shape[2] == shift.query.shape[2]:  # otherwise the cache has all of them itself
             # a slice would hold the other heads, too
             key, value = (
-                x.clone() if before is None else torch.cat([before, x], 2)
-                for before, x in zip(past, (key, value), strict=True)
+                x.clone() if past is None else torch.cat([past, x], 2)
+                for past, x in zip(past_rows, (key, value), strict=True)
             )
-            remembered = {"kept_key": key, "kept_value": value}
-    return shift.call.attend(key, value)[0].transpose(1, 2), remembered
+            memory = {"kept_key": key, "kept_value": value}
+    return shift.call.attend(key, value)[0].transpose(1, 2), memory

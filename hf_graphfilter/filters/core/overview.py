@@ -28,19 +28,19 @@ def overview(heads: int = 12, features: int = 64) -> list[list[str]]:
 def row(name: str, config_class: type[FilterConfig], heads: int, features: int) -> list[str]:
     """Return the row of one filter."""
     config = config_class()
-    place = nn.Module()
-    width: dict[str, Any] = {"hidden_size": heads * features, "head_dim": features, "stack_module": place}
+    module = nn.Module()
+    width: dict[str, Any] = {"hidden_size": heads * features, "head_dim": features, "stack_module": module}
     with torch.device("meta"):
-        built = config.build(AttentionSite("site", place, heads, False, "encoder", "", 0, **width))
-    parameters = sum(p.numel() for p in built.parameters()) / heads
-    causal = getattr(type(built), "causal_form", True)
+        graph_filter = config.build(AttentionSite("site", module, heads, False, "encoder", "", 0, **width))
+    parameters = sum(p.numel() for p in graph_filter.parameters()) / heads
+    causal = getattr(type(graph_filter), "causal_form", True)
     return [
         f"`{name}`",
         f"`{config.formula}`",
         config.cost,
         f"{parameters:,.0f}" if parameters >= 1 or not parameters else f"1/{1 / parameters:.0f}",
         "yes" if causal else "no",
-        built.decoding if causal else "",
+        graph_filter.decoding if causal else "",
         "as attention" if config.starts_as_original else "different",
         _source(config.citation),
     ]
@@ -56,5 +56,5 @@ def _source(citation: str) -> str:
 def summary(config_class: type[FilterConfig]) -> str:
     """Return the first line of the config's docstring, or of its filter's."""
     lines = [(owner.__doc__ or "").strip().partition("\n")[0] for owner in (config_class, config_class.module)]
-    generated = f"{config_class.__name__}("  # by dataclass, where the author wrote none
-    return next((line for line in lines if line and not line.startswith(generated)), "")
+    signature = f"{config_class.__name__}("  # by dataclass, where the author wrote none
+    return next((line for line in lines if line and not line.startswith(signature)), "")

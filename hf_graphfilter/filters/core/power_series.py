@@ -55,8 +55,8 @@ class PowerSeries(PerHead):
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         c = self.series(torch.promote_types(torch.float32, value.dtype))
         shift.exact = known_zero(c)
-        constant, once, *higher = c.t().contiguous().unbind()  # columns would not do for a kernel
-        return shift.polynomial(value, [constant, once + 1, *higher])
+        constant, linear, *higher = c.t().contiguous().unbind()  # columns would not do for a kernel
+        return shift.polynomial(value, [constant, linear + 1, *higher])
 
 
 class FromFirstLayer(PerHead):
@@ -82,13 +82,13 @@ class FromFirstLayer(PerHead):
 
     def first(self, shift: AttentionShift, values: Tensor) -> Tensor:
         """Return the values of the first layer; the first layer itself stores its ``values`` for the others."""
-        left = shift.earlier.left_before(self.site_name, self.config.filter)
-        if not left and not self.is_first:
+        earlier_values = shift.earlier.left_before(self.site_name, self.config.filter)
+        if not earlier_values and not self.is_first:
             raise GraphFilterError(
                 f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which did not run "
                 "before it; train without dropping layers (layerdrop=0), or choose another filter"
             )
-        first = left[0].to(values.device) if left else values  # of a model over several GPUs
+        first = earlier_values[0].to(values.device) if earlier_values else values  # of a model over several GPUs
         if self.is_first:  # at each use, so that checkpointing sees all uses of a layer with shared weights
             shift.earlier.leave(self.site_name, first, self.config.filter)
         if first.shape[2] != values.shape[2]:

@@ -20,10 +20,10 @@ def extend_record(
     record: dict[str, Any] | None, model_class: str, config: FilterConfig, names: Iterable[str]
 ) -> dict[str, Any]:
     """Return ``record`` (or a new one) with one more filter, which replaces earlier ones of the same modules."""
-    earlier, names = record or {"filters": []}, [*names]
-    imports = sorted({*_imports(earlier), *foreign_modules([config])})
-    remaining = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in earlier["filters"])
-    groups = [*(group for group in remaining if group["modules"]), *group_by_config((name, config) for name in names)]
+    old, names = record or {"filters": []}, [*names]
+    imports = sorted({*_imports(old), *foreign_modules([config])})
+    old_groups = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in old["filters"])
+    groups = [*(group for group in old_groups if group["modules"]), *group_by_config((name, config) for name in names)]
     return _make_record(model_class, groups, imports)
 
 
@@ -34,8 +34,8 @@ def record_of(model_class: str, configs: Iterable[tuple[str, FilterConfig]]) -> 
 
 
 def _make_record(model_class: str, groups: list[dict[str, Any]], imports: list[str]) -> dict[str, Any]:
-    written = {"version": RECORD_VERSION, "model": model_class, "filters": groups}
-    return {**written, "imports": imports} if imports else written
+    record = {"version": RECORD_VERSION, "model": model_class, "filters": groups}
+    return {**record, "imports": imports} if imports else record
 
 
 def group_by_config(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[str, Any]]:
@@ -56,17 +56,17 @@ def same_filters(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
     Such options (``ReplacingConfig.untrained``) change what a filter computes, but none of its coefficients.
     """
-    return _trained(one) == _trained(other)
+    return _read_trained(one) == _read_trained(other)
 
 
-def _trained(record: dict[str, Any]) -> dict[str, FilterConfig]:
-    found = {}
+def _read_trained(record: dict[str, Any]) -> dict[str, FilterConfig]:
+    configs = {}
     for group in record["filters"]:
         config = FilterConfig.from_dict(group["config"])
-        options = getattr(config, "untrained", ())
-        kept = {name: value for name, value in config.to_dict().items() if name not in options}
-        found.update(dict.fromkeys(group["modules"], FilterConfig.from_dict(kept)))
-    return found
+        untrained_options = getattr(config, "untrained", ())
+        trained_options = {name: value for name, value in config.to_dict().items() if name not in untrained_options}
+        configs.update(dict.fromkeys(group["modules"], FilterConfig.from_dict(trained_options)))
+    return configs
 
 
 def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
@@ -87,7 +87,7 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
     groups = record.get("filters")
     if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
         raise GraphFilterError(f"{where} is malformed: 'filters' must be a list of filters, got {shown(groups)}")
-    read, seen = [], set()
+    pairs, seen = [], set()
     for group in groups:
         try:
             config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
@@ -101,8 +101,8 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
             if name in seen:
                 raise GraphFilterError(f"{where} is malformed: it names the module {shown(name)} twice")
             seen.add(name)
-        read.append((config, names))
-    return read
+        pairs.append((config, names))
+    return pairs
 
 
 def _imports(record: dict[str, Any]) -> list[str]:

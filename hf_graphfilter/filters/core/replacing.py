@@ -257,10 +257,10 @@ def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> 
             "Use position_bias='drop' to leave it out (the model then knows positions only from other layers) or, in "
             "filters that have it, 'window' to keep it within a window, or choose other layers with layers="
         )
-    handed_on = "position_bias" in inspect.signature(type(site.module).forward).parameters
-    if site.position_bias and config.position_bias == "window" and (site.causal or not handed_on):
-        why = "keeps no bias for the tokens of a cache" if site.causal else "has the bias within its mask or scores"
+    has_bias_argument = "position_bias" in inspect.signature(type(site.module).forward).parameters
+    if site.position_bias and config.position_bias == "window" and (site.causal or not has_bias_argument):
+        reason = "keeps no bias for the tokens of a cache" if site.causal else "has the bias within its mask or scores"
         raise GraphFilterError(
-            f"{where} {why}, so position_bias='window' cannot be used: use position_bias='drop', or choose other "
+            f"{where} {reason}, so position_bias='window' cannot be used: use position_bias='drop', or choose other "
             "layers with layers= or stack="
         )

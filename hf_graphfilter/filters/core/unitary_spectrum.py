@@ -100,8 +100,8 @@ def damped_polynomial(eigenvalues: Tensor, w: Tensor, factors: tuple[float, ...]
         factors: the g_k.
         steps: the recurrence of the T_k.
     """
-    damped = torch.stack([g * w_k for g, w_k in zip(factors, w.unbind(-1), strict=True)], -1)
-    return expand(eigenvalues.unsqueeze(-1), damped, steps).squeeze(-1)
+    coefficients = torch.stack([g * w_k for g, w_k in zip(factors, w.unbind(-1), strict=True)], -1)
+    return expand(eigenvalues.unsqueeze(-1), coefficients, steps).squeeze(-1)
 
 
 def reflect(zeta: Tensor) -> Tensor:

@@ -37,23 +37,23 @@ def mix_window(
             count = count + state["count"]
             key, value = (torch.cat([state[n], x], 2) for n, x in (("near_key", key), ("near_value", value)))
             is_token = torch.cat([state["near"], is_token], 1)
-        remembered = {"count": count[:, -1:], "near": is_token[:, -window:]}
-        remembered |= {"near_key": key[:, :, -window:], "near_value": value[:, :, -window:]}
-        state.update({name: x.clone() for name, x in remembered.items()})  # a slice would hold the whole context
+        memory = {"count": count[:, -1:], "near": is_token[:, -window:]}
+        memory |= {"near_key": key[:, :, -window:], "near_value": value[:, :, -window:]}
+        state.update({name: x.clone() for name, x in memory.items()})  # a slice would hold the whole context
     bias = _bias(graph_filter, shift)
     near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, is_token, bias)
-    others = count.clamp(min=1)
+    far_count = count.clamp(min=1)
     if graph_filter.config.far == "beyond":  # where there are none the filter weighs nothing
-        others = count - count_nearby(is_token, tokens, window, causal)
+        far_count = count - count_nearby(is_token, tokens, window, causal)
     if graph_filter.config.sinks:
         rows = is_token[:, -tokens:], key[:, :, -tokens:], value[:, :, -tokens:]
-        first, weight, seen = _attend_sinks(graph_filter, shift, *rows, causal)
-        others = others - seen if graph_filter.config.far == "beyond" else others
-        near = torch.lerp(near, first, torch.sigmoid(weight - mass).to(near.dtype))
+        sink_out, weight, sink_count = _attend_sinks(graph_filter, shift, *rows, causal)
+        far_count = far_count - sink_count if graph_filter.config.far == "beyond" else far_count
+        near = torch.lerp(near, sink_out, torch.sigmoid(weight - mass).to(near.dtype))
         mass = torch.logaddexp(mass, weight)
     if graph_filter.switched_off == "far":
         return near.to(far.dtype)
-    estimate = outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) + others.clamp(min=0).log()[:, None, :, None]
+    estimate = outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) + far_count.clamp(min=0).log()[:, None, :, None]
     share = torch.sigmoid(mass - estimate)
     return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
 
@@ -75,23 +75,25 @@ def _attend_sinks(
 
     The first tokens are those of this call and those that ``shift.state`` keeps.
     """
-    state, at = shift.state, torch.arange(is_token.shape[1], device=key.device).expand_as(is_token)
-    earlier = state if state is not None and "sink_end" in state else None
-    queries = at = at if earlier is None else at + earlier["sink_end"]
-    firsts: tuple[Tensor, ...] = is_token, at, key, value
-    if earlier is not None:
-        firsts = tuple(torch.cat([earlier[n], x], x.dim() // 2) for n, x in zip(_SINK, firsts, strict=True))
-    firsts = first_there(graph_filter.config.sinks, *firsts)
+    state, places = shift.state, torch.arange(is_token.shape[1], device=key.device).expand_as(is_token)
+    past_state = state if state is not None and "sink_end" in state else None
+    query_places = places = places if past_state is None else places + past_state["sink_end"]
+    entries: tuple[Tensor, ...] = is_token, places, key, value
+    if past_state is not None:
+        entries = tuple(torch.cat([past_state[n], x], x.dim() // 2) for n, x in zip(_SINK, entries, strict=True))
+    entries = first_there(graph_filter.config.sinks, *entries)
     if state is not None:
-        state.update(zip(_SINK, firsts, strict=True), sink_end=queries[:, -1:] + 1)
-    is_token, at, key, value = firsts
-    distance = queries[:, :, None] - at[:, None]
-    away = distance if causal else distance.abs()
+        state.update(zip(_SINK, entries, strict=True), sink_end=query_places[:, -1:] + 1)
+    is_token, places, key, value = entries
+    distance = query_places[:, :, None] - places[:, None]
+    gap = distance if causal else distance.abs()
     bias = _bias(graph_filter, shift)
     if bias is not None:
-        bias = bias.expand(at.shape[0], -1, -1, -1).gather(3, at[:, None, None].expand(-1, *bias.shape[1:3], -1))
-    seen = (away > graph_filter.config.window) & is_token[:, None]
-    return *attend_few(shift.query, key, value, shift.scaling, seen, bias), seen.sum(-1)
+        bias = bias.expand(places.shape[0], -1, -1, -1).gather(
+            3, places[:, None, None].expand(-1, *bias.shape[1:3], -1)
+        )
+    visible = (gap > graph_filter.config.window) & is_token[:, None]
+    return *attend_few(shift.query, key, value, shift.scaling, visible, bias), visible.sum(-1)
 
 
 def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class GraphFilterAttention(nn.Module):
             raise GraphFilterError(f"GraphFilterAttention: {heads} heads cannot share {self.key_heads} key heads")
         if filter is not None:
             config = as_config(filter, **options)
-            place = AttentionSite("GraphFilterAttention", self, stack="encoder", group="", index=0, **self.describe())
-            self.add_module(CHILD, build_filter(config, place))
+            site = AttentionSite("GraphFilterAttention", self, stack="encoder", group="", index=0, **self.describe())
+            self.add_module(CHILD, build_filter(config, site))
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of ``AttentionSite`` that this module knows."""
@@ -98,7 +98,7 @@ class GraphFilterAttention(nn.Module):
             hidden: (batch, tokens, hidden size), the input of the attention, for filters that read it.
         """
         self._check(query, key, value, attn_mask, is_causal)
-        mask = None if attn_mask is None else _to_four(attn_mask)
+        mask = None if attn_mask is None else _to_four_dims(attn_mask)
         call = SDPACall(query, key, hidden, mask=mask, causal=is_causal, dropout=dropout_p, scale=scale)
         graph_filter = self._modules.get(CHILD)
         if graph_filter is None:
@@ -114,9 +114,9 @@ class GraphFilterAttention(nn.Module):
                 f"GraphFilterAttention takes queries (batch, {self.heads} heads, tokens, {self.head_dim} features), "
                 f"got {tuple(query.shape)}"
             )
-        tokens, wanted = query.shape[2], (query.shape[0], self.key_heads)
+        tokens, shape = query.shape[2], (query.shape[0], self.key_heads)
         for name, x in (("keys", key), ("values", value)):
-            if x.dim() != 4 or x.shape[:2] != wanted or x.shape[2] != tokens:
+            if x.dim() != 4 or x.shape[:2] != shape or x.shape[2] != tokens:
                 raise GraphFilterError(
                     f"GraphFilterAttention takes {name} (batch, {self.key_heads} key heads, tokens, features) at the "
                     f"same {tokens} tokens as the queries, got {tuple(x.shape)}: cross-attention and a cache of keys "
@@ -131,6 +131,6 @@ class GraphFilterAttention(nn.Module):
             raise GraphFilterError("GraphFilterAttention takes is_causal=True or an attn_mask, and got both")
 
 
-def _to_four(mask: Tensor) -> Tensor:
+def _to_four_dims(mask: Tensor) -> Tensor:
     """Return a mask with dimensions for batch and heads in front, as broadcasting adds them."""
     return mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)

@@ -16,7 +16,7 @@ from .attaching import leads_to_filter
 from .attend import GraphFilterAttention
 
 _CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^enc_att|^x_att|memory|pool", re.I)
-_BESIDE_SELF = "multihead_attn"  # the cross-attention of nn.TransformerDecoderLayer, of DETR and of what copies them
+_CROSS_CHILD = "multihead_attn"  # the cross-attention of nn.TransformerDecoderLayer, of DETR and of what copies them
 
 
 def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
@@ -45,9 +45,9 @@ def _find_refusal(model: nn.Module, sharded: bool, name: str, module: Any) -> st
     if isinstance(module, GraphFilterAttention):
         return None
     if not isinstance(module, nn.MultiheadAttention):
-        inside = any(is_attention(child) for child in module.children())
-        other = "no torch.nn.MultiheadAttention: write GraphFilterAttention into its forward"
-        return other if looks_like_attention(module) and not inside else ""
+        has_attention = any(is_attention(child) for child in module.children())
+        reason = "no torch.nn.MultiheadAttention: write GraphFilterAttention into its forward"
+        return reason if looks_like_attention(module) and not has_attention else ""
     if CHILD in module._modules and leads_to_filter(module):
         return None
     if any(cls.__module__.startswith("torch.ao.") for cls in type(module).__mro__):
@@ -65,15 +65,15 @@ def _find_refusal(model: nn.Module, sharded: bool, name: str, module: Any) -> st
 
 
 def _is_cross(model: nn.Module, name: str) -> bool:
-    *around, attribute = name.split(".")
+    *parents, attribute = name.split(".")
     if not attribute:  # the model itself
         return False
-    layer = model.get_submodule(".".join(around))
-    if attribute == _BESIDE_SELF and isinstance(getattr(layer, "self_attn", None), nn.MultiheadAttention):
+    layer = model.get_submodule(".".join(parents))
+    if attribute == _CROSS_CHILD and isinstance(getattr(layer, "self_attn", None), nn.MultiheadAttention):
         return True
     if isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return attribute != "self_attn"
-    return any(_CROSS_NAME.search(part) for part in (*around[-1:], attribute))
+    return any(_CROSS_NAME.search(part) for part in (*parents[-1:], attribute))
 
 
 def _describe(name: str, module: Any) -> dict[str, Any]:

@@ -21,8 +21,8 @@ def read_record(model: nn.Module) -> dict[str, Any] | None:
     """Return the record of ``write_record``, or that of the filters that the model's author built into it."""
     if (record := vars(model).get(RECORD)) is not None:
         return record  # type: ignore[no-any-return]
-    built = [(n, f.config) for n, f in filters_of(model) if isinstance(model.get_submodule(n), GraphFilterAttention)]
-    return record_of(type(model).__name__, built) if built else None
+    configs = [(n, f.config) for n, f in filters_of(model) if isinstance(model.get_submodule(n), GraphFilterAttention)]
+    return record_of(type(model).__name__, configs) if configs else None
 
 
 def write_record(model: nn.Module, record: dict[str, Any] | None) -> None:

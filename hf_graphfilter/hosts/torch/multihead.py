@@ -51,8 +51,8 @@ def filtered_forward(
         value = query if value is query else value.to_padded_tensor(0.0)
         query, key_padding_mask = _pad(query)
         value = query if value is nested else value
-    one = query.dim() == 2
-    if one:
+    is_unbatched = query.dim() == 2
+    if is_unbatched:
         query, value = (x.unsqueeze(0) for x in (query, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     elif not module.batch_first:
@@ -77,7 +77,7 @@ def filtered_forward(
     weights = shift.weights
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
-    if one:
+    if is_unbatched:
         return out[0], None if weights is None else weights[0]
     if nested is not None:
         return _unpad(out, key_padding_mask), weights
@@ -88,9 +88,9 @@ def _check_same_tokens(module: Any, query: Tensor, key: Tensor, value: Tensor) -
     """Raise unless this is self-attention: queries and keys of the same tensor, and values at the same tokens."""
     if _is_same(query, key) and (value is query or value.is_nested or value.shape[:-1] == query.shape[:-1]):
         return
-    which = ("query", "key") if not _is_same(query, key) else ("key", "value")
+    names = ("query", "key") if not _is_same(query, key) else ("key", "value")
     raise GraphFilterError(
-        f"{describe_site(module)} was called with a {which[0]} and a {which[1]} that are not of the same tokens, and a "
+        f"{describe_site(module)} was called with a {names[0]} and a {names[1]} that are not of the same tokens, and a "
         "graph filter needs self-attention: exclude this module with layers=, as in layers=lambda index, name: name "
         f"!= {module.graph_filter.site_name!r}, or pass one tensor as both if they are equal"
     )
@@ -123,11 +123,11 @@ def _read_masks(module: Any, x: Tensor, attn_mask: Tensor | None, padding: Tenso
     """Return (mask, keys) as ``SDPACall`` takes them: where PyTorch's bool masks are True, ours are False."""
     (batch, tokens, _), heads = x.shape, module.num_heads
     shapes = (tokens, tokens), (batch * heads, tokens, tokens)
-    for what, given in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
-        if given is not None and not (given.dtype == torch.bool or given.is_floating_point()):
+    for name, argument in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
+        if argument is not None and not (argument.dtype == torch.bool or argument.is_floating_point()):
             raise GraphFilterError(
-                f"{describe_site(module)}: {what} must be bool, True where attention is not allowed, or of floating "
-                f"point, to be added to the scores; got {given.dtype}"
+                f"{describe_site(module)}: {name} must be bool, True where attention is not allowed, or of floating "
+                f"point, to be added to the scores; got {argument.dtype}"
             )
     if attn_mask is not None and attn_mask.shape not in shapes:
         raise GraphFilterError(
@@ -144,10 +144,10 @@ def _read_masks(module: Any, x: Tensor, attn_mask: Tensor | None, padding: Tenso
         mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (batch, heads))
     if padding is None or padding.dtype == torch.bool:
         return mask, None if padding is None else ~padding
-    added = padding.to(x.dtype)[:, None, None, :]
+    bias = padding.to(x.dtype)[:, None, None, :]
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill_(~mask, -torch.inf)
-    return added if mask is None else mask + added, None
+    return bias if mask is None else mask + bias, None
 
 
 def _pad(nested: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def auto_class_of(model_class: type, config: Any) -> str | None:
     """Return the name of the auto class that makes this class of a checkpoint of this config, or None."""
     config = copy.copy(config)
     config.architectures = [model_class.__name__]
-    names = [name for name, found in auto_classes(config).items() if found is model_class]
+    names = [name for name, candidate in auto_classes(config).items() if candidate is model_class]
     code = {name: str(path) for name, path in (getattr(config, "auto_map", None) or {}).items()}
     names += [name for name, path in code.items() if path.rpartition(".")[2] == model_class.__name__]
     return min(names, key=lambda name: (name in GENERAL, name), default=None)

@@ -81,8 +81,8 @@ class BaseAttention:
         """Return whether this is eager attention in training whose weights nobody reads, so another form may do."""
         if self.implementation != "eager" or torch.compiler.is_compiling():
             return False
-        unread = not has_other_hooks(self.module) and not asks_for_weights(self.options)
-        return self.module.training and unread and is_textbook(self.function)
+        is_unread = not has_other_hooks(self.module) and not asks_for_weights(self.options)
+        return self.module.training and is_unread and is_textbook(self.function)
 
     def _drops_nothing(self) -> bool:
         return not self.module.training or self.options.get("dropout") == 0  # which a function may leave to its module
@@ -102,8 +102,8 @@ class BaseAttention:
 
         If ``key`` has another number of heads than the module's keys, it was repeated to one key head per query head.
         """
-        repeated = key is not self.key and key.shape[1] != self.key.shape[1]
-        module: Any = _SingleGroup(self.module) if repeated else self.module
+        is_repeated = key is not self.key and key.shape[1] != self.key.shape[1]
+        module: Any = _SingleGroup(self.module) if is_repeated else self.module
         if self.function is flash_attention_forward:  # which reads its own name from the config
             module = _OwnConfig(module)
         return self.function(module, self.query, key, signal, self.mask, **self.options)  # type: ignore[no-any-return]
@@ -124,8 +124,8 @@ class BaseAttention:
             if places is None:
                 places = torch.arange(keys - tokens, keys, device=self.query.device)
             places = (places if places.ndim > 1 else places.unsqueeze(0)).expand(len(self.query), -1)
-            of_query = self.query.dtype, self.query.device
-            mask = self.module.indexer.build_block_mask(blocks, mask, keys, *of_query, places)  # type: ignore[union-attr, operator]
+            dtype_and_device = self.query.dtype, self.query.device
+            mask = self.module.indexer.build_block_mask(blocks, mask, keys, *dtype_and_device, places)  # type: ignore[union-attr, operator]
         return mask
 
     def read_mask(self) -> tuple[bool, Tensor | None]:
@@ -138,8 +138,8 @@ class BaseAttention:
                 f"{self.module.graph_filter.config.filter!r} reads all of it: use 'gfsa' or another parallelism"  # type: ignore[union-attr]
             )
         biased = self.module.graph_filter.position_bias  # type: ignore[union-attr]
-        causal, declared = self._is_causal(), declares_causal(self.module)
-        return visibility(self.mask, causal, self.query.shape[2], biased, declared)  # type: ignore[arg-type]
+        causal, declared_causal = self._is_causal(), declares_causal(self.module)
+        return visibility(self.mask, causal, self.query.shape[2], biased, declared_causal)  # type: ignore[arg-type]
 
     def apply_polynomial(
         self, value: Tensor, coefficients: Coefficients, exact: bool
@@ -201,10 +201,10 @@ class BaseAttention:
         packed = self._is_packed()
         window = self.options.get("sliding_window")
         if packed or (window is not None and window < self.key.shape[2]):
-            what = "packed sequences" if packed else f"a sliding window of {window} tokens"
+            feature = "packed sequences" if packed else f"a sliding window of {window} tokens"
             graph_filter: Any = self.module.graph_filter
             raise GraphFilterError(
-                f"{describe_site(self.module)}: {self.implementation!r} attention receives {what} without a mask, "
+                f"{describe_site(self.module)}: {self.implementation!r} attention receives {feature} without a mask, "
                 f"and {graph_filter.config.filter!r} reads the mask: load the model with "
                 "attn_implementation='sdpa', or exclude these modules with layers="
             )

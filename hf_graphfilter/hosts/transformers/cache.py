@@ -103,20 +103,20 @@ def recall(
         return None, None
     layers = _layers(past)
     layer = _layer_of(layers, module)
-    asking = graph_filter.site_name, query.shape[2], key.device
+    request = graph_filter.site_name, query.shape[2], key.device
     if decoding != "rows":
         if is_exporting():
             raise GraphFilterError(
                 f"{graph_filter.site_name}: an exported graph does not return the state that this graph filter "
                 "keeps in a cache: export with use_cache=False"
             )
-        return None, layer.kept if layer.asked(*asking) else None  # type: ignore[union-attr]
+        return None, layer.kept if layer.asked(*request) else None  # type: ignore[union-attr]
     if is_exporting() and isinstance(layer, DynamicLayer):
         return _ExportedRows(layer, key.shape[2]), None
     if type(layer) in FILTERED:
         layer = layers[module.layer_idx] = _with_memory(layer, FILTERED[type(layer)])
     if isinstance(layer, FilteredStaticLayer):
-        layer.check_replaced(asking[0])
+        layer.check_replaced(request[0])
         return layer, None
     if not isinstance(layer, SignalRows):
         raise GraphFilterError(
@@ -124,7 +124,7 @@ def recall(
             f"({type(layer).__name__}) cannot hold them: use a DynamicCache (the default), a StaticCache without "
             "sliding windows, or use_cache=False"
         )
-    return _Rows(layer, key.shape[2]) if layer.asked(*asking) else None, None
+    return _Rows(layer, key.shape[2]) if layer.asked(*request) else None, None
 
 
 def _layer_of(layers: list[Any], module: Any) -> Any:

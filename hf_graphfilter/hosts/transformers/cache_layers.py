@@ -67,7 +67,7 @@ class LayerMemory(_Layer):
         result = change(*args, **kwargs)
         self.known = self.keys, self.values
         if each is not None:
-            self._each(each)
+            self._change_kept(each)
         return result
 
     def asked(self, site: str, queries: int, device: torch.device) -> bool:
@@ -79,7 +79,7 @@ class LayerMemory(_Layer):
         if torch.compiler.is_compiling():  # which would be bound to the number of tokens
             return True
         self.check_replaced(site)
-        self._each(lambda tensor: tensor.to(device))  # from where ``offload`` has put it
+        self._change_kept(lambda tensor: tensor.to(device))  # from where ``offload`` has put it
         tokens = self.get_seq_length()
         self.asked_twice = self.asked_twice or tokens == self.asked_at
         self.asked_at = tokens
@@ -94,16 +94,16 @@ class LayerMemory(_Layer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Detach the filter's tensors with the keys: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
-        before = self.__dict__.get(name) if name in ("keys", "values") else None
-        both = isinstance(before, Tensor) and isinstance(value, Tensor) and value is not before
-        both = both and not torch.compiler.is_compiling()  # no graph has `is_set_to`
-        if both and not value.requires_grad and value.is_set_to(before):
-            self.known = tuple(value if known is before else known for known in self.known)  # type: ignore[assignment]
+        old_value = self.__dict__.get(name) if name in ("keys", "values") else None
+        is_new_tensor = isinstance(old_value, Tensor) and isinstance(value, Tensor) and value is not old_value
+        is_new_tensor = is_new_tensor and not torch.compiler.is_compiling()  # no graph has `is_set_to`
+        if is_new_tensor and not value.requires_grad and value.is_set_to(old_value):
+            self.known = tuple(value if known is old_value else known for known in self.known)  # type: ignore[assignment]
             if name == "keys":
-                self._each(Tensor.detach)
+                self._change_kept(Tensor.detach)
         super().__setattr__(name, value)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _change_kept(self, change: Callable[[Tensor], Tensor]) -> None:
         self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -142,7 +142,7 @@ class SignalRows(LayerMemory):
         """Append ``signal`` and return the last ``keys`` rows."""
         if application not in self.kept:
             self._keep(application, signal)
-        elif _in_place(self.kept[application]):
+        elif _is_writable(self.kept[application]):
             self._write(application, signal, keys)
         else:
             rows = torch.cat([self.rows(application), signal], dim=2)
@@ -156,11 +156,11 @@ class SignalRows(LayerMemory):
         """Write rows behind those in use, in a larger tensor if there is no room left."""
         end, tokens = self.ends[application], signal.shape[2]
         if self.kept[application].shape[2] < end + tokens:
-            past = self._in_window(self.rows(application), keys)
-            batch, heads, end, features = past.shape
-            roomy = past.new_empty(batch, heads, end + max(end // ROOM, tokens, ROOM), features)
-            roomy[:, :, :end] = past
-            self.kept[application] = roomy
+            old_rows = self._in_window(self.rows(application), keys)
+            batch, heads, end, features = old_rows.shape
+            buffer = old_rows.new_empty(batch, heads, end + max(end // ROOM, tokens, ROOM), features)
+            buffer[:, :, :end] = old_rows
+            self.kept[application] = buffer
         self.kept[application][:, :, end : end + tokens] = signal
         self.ends[application] = end + tokens
 
@@ -171,18 +171,18 @@ class SignalRows(LayerMemory):
     def reset(self) -> None:
         super().reset()
         if self.get_seq_length():  # transformers up to 5.17 keeps the tokens, as zeros
-            self._each(torch.zeros_like)
+            self._change_kept(torch.zeros_like)
         else:
             self.forget()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        before = self.get_seq_length()
+        length = self.get_seq_length()
         self._change(super().crop, *args, **kwargs)
-        removed, self.asked_at = before - self.get_seq_length(), -1
+        removed, self.asked_at = length - self.get_seq_length(), -1
         self.ends = {application: max(end - removed, 0) for application, end in self.ends.items()}
 
 
-def _in_place(kept: Tensor) -> bool:
+def _is_writable(kept: Tensor) -> bool:
     """Return whether rows may be written to an existing tensor.
 
     They may not if autograd may have saved the tensor. In a compiled step they may not either, since the step would be
@@ -213,7 +213,7 @@ class FilteredStaticLayer(LayerMemory, StaticLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._each(Tensor.zero_)
+        self._change_kept(Tensor.zero_)
         self.begun = frozenset()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:

@@ -43,9 +43,9 @@ def pipeline_tag(model: Any) -> str | None:
     from transformers.modelcard import TASK_MAPPING, _get_mapping_values
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-    bare = {"image-feature-extraction": MODEL_FOR_IMAGE_MAPPING_NAMES, "feature-extraction": MODEL_MAPPING_NAMES}
+    base_models = {"image-feature-extraction": MODEL_FOR_IMAGE_MAPPING_NAMES, "feature-extraction": MODEL_MAPPING_NAMES}
     generating = "text2text-generation"  # before fill-mask, which Bart's class does as well
-    tasks = {generating: TASK_MAPPING[generating], **TASK_MAPPING, **bare}.items()
+    tasks = {generating: TASK_MAPPING[generating], **TASK_MAPPING, **base_models}.items()
     return next((task for task, classes in tasks if type(model).__name__ in _get_mapping_values(classes)), None)
 
 
@@ -56,7 +56,7 @@ def base_model(model: Any) -> str | None:
     """
     name = model.config._name_or_path
     try:
-        cached = not os.path.exists(name) and try_to_load_from_cache(name, "config.json")
+        cached_path = not os.path.exists(name) and try_to_load_from_cache(name, "config.json")
     except HFValidationError:
         return None
-    return name if isinstance(cached, str) else None
+    return name if isinstance(cached_path, str) else None

@@ -59,7 +59,7 @@ def honours_softcap(attend: Callable[..., Any]) -> bool:
 
 
 # copies differ in the name of the file and in the line, and not in these
-_OF_A_COPY = ("co_code", "co_consts", "co_names", "co_varnames")
+_CODE_FIELDS = ("co_code", "co_consts", "co_names", "co_varnames")
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def is_textbook(attend: Callable[..., Any]) -> bool:
     """
     from transformers.models.bert import modeling_bert  # at the top of the file, this import would be circular
 
-    code, known = getattr(attend, "__code__", None), modeling_bert.eager_attention_forward.__code__
-    if code is None or known.co_filename != modeling_bert.__file__:  # somebody has replaced BERT's
+    code, textbook = getattr(attend, "__code__", None), modeling_bert.eager_attention_forward.__code__
+    if code is None or textbook.co_filename != modeling_bert.__file__:  # somebody has replaced BERT's
         return False
-    return all(getattr(code, part) == getattr(known, part) for part in _OF_A_COPY)
+    return all(getattr(code, part) == getattr(textbook, part) for part in _CODE_FIELDS)

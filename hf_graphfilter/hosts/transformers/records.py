@@ -32,15 +32,15 @@ CODE_FILE = "modeling_graph_filter.py"  # what remote_code writes into a checkpo
 def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
     """Name the filters of the model in ``model_tags``, which appear on the cards of the Trainer and the Hub."""
     for part in model.modules():  # a part that was loaded with a record has tags of its own
-        if isinstance(part, PreTrainedModel) and (ours := vars(part).pop(_TAGS, None)) is not None:
-            part.model_tags = [t for t in part.model_tags or () if t not in ours]
+        if isinstance(part, PreTrainedModel) and (our_tags := vars(part).pop(_TAGS, None)) is not None:
+            part.model_tags = [t for t in part.model_tags or () if t not in our_tags]
             if part.model_tags == (type(part).model_tags or []):
                 del part.model_tags
     if filters:
-        before = model.model_tags or []
-        ours = [t for t in ("graph-filter", *filters, "hf_graphfilter") if t not in before]
-        model.model_tags = [*before, *ours]
-        setattr(model, _TAGS, ours)
+        old_tags = model.model_tags or []
+        our_tags = [t for t in ("graph-filter", *filters, "hf_graphfilter") if t not in old_tags]
+        model.model_tags = [*old_tags, *our_tags]
+        setattr(model, _TAGS, our_tags)
 
 
 def model_class(name: object) -> type[PreTrainedModel] | None:
@@ -61,7 +61,7 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
         _forget_record(model)
         return
     if read_record(model) is not record and _SHARED_CONFIG not in vars(model):
-        _own_config(model)
+        _copy_config(model)
     config = model.config
     setattr(config, CHILD, record)
     config.__dict__.update(dict.fromkeys(_GUARDED, CURE))
@@ -125,15 +125,15 @@ def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
     """
     check_recorded(model)
     if state and not model._hf_peft_config_loaded:  # empty in all processes but the first
-        held = {key.replace("_fsdp_wrapped_module.", "") for key in state}
+        state_keys = {key.replace("_fsdp_wrapped_module.", "") for key in state}
         # The model's own state_dict would gather what FSDP has sharded, which all processes would have to do.
         filters = [(name, module._modules[CHILD]) for name, module in patched_modules(model, required=False)]
         keys = [f"{name}.{CHILD}.{key}" for name, graph_filter in filters for key in graph_filter.state_dict()]
         names = [key.replace("_fsdp_wrapped_module.", "") for key in keys]
-        if lost := [key for key in names if key not in held]:
+        if missing := [key for key in names if key not in state_keys]:
             raise GraphFilterError(
-                f"state_dict lacks {len(lost)} of the {len(names)} filter weights of this {type(model).__name__} "
-                f"({lost[0]} ...), which would be lost: take it from the patched model"
+                f"state_dict lacks {len(missing)} of the {len(names)} filter weights of this {type(model).__name__} "
+                f"({missing[0]} ...), which would be lost: take it from the patched model"
             )
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and patched_modules(m, required=False)]
     added = [(vars(part.config), name) for part in parts for name in _GUARDED if name not in vars(part.config)]
@@ -152,9 +152,9 @@ def check_recorded(model: PreTrainedModel) -> None:
     The record is saved with the config. The patch may belong to a model around this one, or to a part, which may have
     been unpatched separately. If layers with filters were removed or added since, the record is brought up to date.
     """
-    saved = {id(config) for config in _with_parts(model.config) if getattr(config, CHILD, None)}
+    config_ids = {id(config) for config in _iterate_configs(model.config) if getattr(config, CHILD, None)}
     parts = {f"{n}." if n else "": m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-    recorded = {prefix: part for prefix, part in parts.items() if id(part.config) in saved}
+    recorded = {prefix: part for prefix, part in parts.items() if id(part.config) in config_ids}
     for name, _ in filters_of(model):
         if not f"{name}.".startswith(tuple(recorded)):
             raise GraphFilterError(
@@ -174,29 +174,29 @@ def check_recorded(model: PreTrainedModel) -> None:
                 )
         if id(part.config) not in settled:  # parts share the config of what is around them
             settled.add(id(part.config))
-            _settle(part, [p for p, other in recorded.items() if id(other.config) != id(part.config)], prefix)
+            _update_record(part, [p for p, other in recorded.items() if id(other.config) != id(part.config)], prefix)
 
 
-def _settle(part: PreTrainedModel, others: list[str], prefix: str) -> None:
+def _update_record(part: PreTrainedModel, others: list[str], prefix: str) -> None:
     """Bring the record up to date with the filters in the model, if its module names no longer fit.
 
     Modules below the prefixes of ``others`` have records of their own.
     """
     record = getattr(part.config, CHILD)
-    named = {name: FilterConfig.from_dict(g["config"]) for g in record["filters"] for name in g["modules"]}
+    recorded_configs = {name: FilterConfig.from_dict(g["config"]) for g in record["filters"] for name in g["modules"]}
     sites = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
-    here = {relative_name(part, name): active_filter(module).config for name, module in sites}
-    if here and here != named:
-        setattr(part.config, CHILD, {**record, "filters": group_by_config(here.items())})
+    configs = {relative_name(part, name): active_filter(module).config for name, module in sites}
+    if configs and configs != recorded_configs:
+        setattr(part.config, CHILD, {**record, "filters": group_by_config(configs.items())})
 
 
-def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:
+def _iterate_configs(config: Any) -> Iterator[PreTrainedConfig]:
     if isinstance(config, PreTrainedConfig):
         yield config
-        yield from (c for part in vars(config).values() for c in _with_parts(part))
+        yield from (c for part in vars(config).values() for c in _iterate_configs(part))
 
 
-def _own_config(model: PreTrainedModel) -> None:
+def _copy_config(model: PreTrainedModel) -> None:
     """Give the model a config object of its own, as other models may have been built from the same one."""
     vars(model)[_SHARED_CONFIG] = model.config, vars(model.config).copy()
     _swap_config(model, model.config, copy.copy(model.config))
@@ -222,9 +222,9 @@ def _forget_record(model: PreTrainedModel) -> None:
         for names in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
             setattr(part, names, {name for name in getattr(part, names) or () if CHILD not in name})
         config = part.config
-        left = {k: v for k, v in vars(config).items() if k not in _WRITTEN}
-        shared, before = vars(part).pop(_SHARED_CONFIG, (config, vars(config)))
-        if CHILD in before:
+        values = {k: v for k, v in vars(config).items() if k not in _WRITTEN}
+        shared, old = vars(part).pop(_SHARED_CONFIG, (config, vars(config)))
+        if CHILD in old:
             plain = copy.copy(config)
             for key in _WRITTEN:
                 vars(plain).pop(key, None)
@@ -234,8 +234,8 @@ def _forget_record(model: PreTrainedModel) -> None:
                     del plain.auto_map
             _swap_config(model, config, plain)
             continue
-        for key in before.keys() - left.keys():
+        for key in old.keys() - values.keys():
             vars(shared).pop(key, None)
         if shared is not config:  # which stays, with its record, that of models that were built from it
-            vars(shared).update({k: v for k, v in left.items() if k not in before or before[k] is not v})
+            vars(shared).update({k: v for k, v in values.items() if k not in old or old[k] is not v})
             _swap_config(model, config, shared)

@@ -28,13 +28,13 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     """Add the filter to a module, and give the module a config that names our implementation."""
     module: Any = site.module
     base = module.config
-    routed = copy.copy(base)
-    routed.__class__ = _routed(type(base))  # type: ignore[arg-type]
-    routed._attn_implementation_internal = IMPLEMENTATION
-    object.__setattr__(routed, BASE_CONFIG, base)
-    object.__setattr__(routed, _SITE, site.name)
+    routed_config = copy.copy(base)
+    routed_config.__class__ = _routed(type(base))  # type: ignore[arg-type]
+    routed_config._attn_implementation_internal = IMPLEMENTATION
+    object.__setattr__(routed_config, BASE_CONFIG, base)
+    object.__setattr__(routed_config, _SITE, site.name)
     module.add_module(CHILD, graph_filter)
-    module.config = routed
+    module.config = routed_config
     watch(module)
     tensors = (*graph_filter.parameters(), *graph_filter.buffers())
     if not is_deepspeed_zero3_enabled() and not any(t.is_meta for t in tensors):
@@ -57,9 +57,9 @@ def _routed(base: Any) -> Any:
     """
 
     def read(self: Any) -> str:
-        if (written := read_fields(self, CHOSEN)) != IMPLEMENTATION:
+        if (name := read_fields(self, CHOSEN)) != IMPLEMENTATION:
             raise GraphFilterError(
-                f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which bypasses the "
+                f"{getattr(self, _SITE)} is patched, but {name!r} was written into its config, which bypasses the "
                 f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"
             )
         return IMPLEMENTATION
@@ -84,27 +84,27 @@ class _PassOn:
     def __init__(self, names: list[str]):
         self.positions = {name: i for i, name in enumerate(names)}  # of arguments that may be given without a name
 
-    def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _find_argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self.positions.get(name, len(args))
         return args[position] if position < len(args) else kwargs.get(name)
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        caches = (self._given(name, args, kwargs) for name in cache.NAMES)
+        caches = (self._find_argument(name, args, kwargs) for name in cache.NAMES)
         past = next((candidate for candidate in caches if candidate is not None), None)
         reads_hidden = module.graph_filter.reads_hidden
         if (earlier := kwargs.get(EARLIER)) is not None:
             earlier.begin_layer(module.graph_filter.site_name)
         if past is None and not reads_hidden:
             return None
-        further = {}
+        extra_kwargs = {}
         if past is not None:
             cache.announce(past, module)
-            further[cache.ARGUMENT] = past
+            extra_kwargs[cache.ARGUMENT] = past
         if reads_hidden:
-            further[HIDDEN] = self._given("hidden_states", args, kwargs)
-        return args, {**kwargs, **further}
+            extra_kwargs[HIDDEN] = self._find_argument("hidden_states", args, kwargs)
+        return args, {**kwargs, **extra_kwargs}
 
 
 class _BeginPass:

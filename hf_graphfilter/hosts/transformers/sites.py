@@ -86,8 +86,8 @@ def _position_bias(model: nn.Module, name: str) -> bool:
     if "position_bias" in inspect.signature(type(module).forward).parameters:
         return True
     parts = name.split(".")
-    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
-    return any(child.endswith("position_bias") for m in around for child, _ in m.named_children())
+    modules = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
+    return any(child.endswith("position_bias") for m in modules for child, _ in m.named_children())
 
 
 def _stack_module(model: nn.Module, name: str) -> nn.Module | None:
@@ -97,30 +97,30 @@ def _stack_module(model: nn.Module, name: str) -> nn.Module | None:
     if not number:
         return None
     stack = model.get_submodule(".".join(parts[: number - 1]))
-    inside = [model.get_submodule(".".join(parts[:i])) for i in range(number + 1, len(parts) + 1)]
-    path = [stack, *(module for module in inside if not isinstance(module, nn.ModuleList))]
+    inner_modules = [model.get_submodule(".".join(parts[:i])) for i in range(number + 1, len(parts) + 1)]
+    path = [stack, *(module for module in inner_modules if not isinstance(module, nn.ModuleList))]
     return stack if all(_takes_any_keyword(module) for module in path) else None
 
 
 def _takes_any_keyword(module: nn.Module) -> bool:
-    return _hands_on(type(module).forward)
+    return _passes_keywords(type(module).forward)
 
 
 @functools.cache
-def _hands_on(forward: Any) -> bool:
+def _passes_keywords(forward: Any) -> bool:
     """Return whether a function takes arbitrary keyword arguments, and uses them."""
-    rest = next((p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    variadic = next((p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.VAR_KEYWORD), None)
     code = getattr(inspect.unwrap(forward), "__code__", None)
-    if rest is None or code is None:
-        return rest is not None
+    if variadic is None or code is None:
+        return variadic is not None
     names = (x.argval if isinstance(x.argval, tuple) else (x.argval,) for x in dis.get_instructions(code))
-    return any(rest in of_one for of_one in names)
+    return any(variadic in instruction_names for instruction_names in names)
 
 
 def _describe(model: nn.Module, name: str, module: Any) -> dict[str, Any]:
     """Return the fields of ``AttentionSite`` for a module that can be patched."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    passes_on = parameters[0].name == "hidden_states" and _takes_any_keyword(module)
+    passes_hidden = parameters[0].name == "hidden_states" and _takes_any_keyword(module)
     projection = next((m for m in module.children() if isinstance(m, (nn.Linear, Conv1D))), None)
     inputs = None if projection is None else getattr(projection, "in_features", projection.weight.shape[0])
     head_dim = next((d for name in _HEAD_DIMS if isinstance(d := getattr(module, name, None), int)), None)
@@ -131,7 +131,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> dict[str, Any]:
         "causal": declares_causal(module),
         "position_bias": _position_bias(model, name),
         "stack_module": _stack_module(model, name),
-        "hidden_size": inputs if passes_on else None,
+        "hidden_size": inputs if passes_hidden else None,
         "head_dim": head_dim or (inputs or 0) // heads,
         "value_dim": getattr(module, "v_head_dim", 0),
         "sliding_window": _read(module if hasattr(module, "sliding_window") else module.config, "sliding_window"),
@@ -160,10 +160,10 @@ def saved_names(model: Any, sites: list[AttentionSite]) -> dict[str, AttentionSi
     for site in sites:
         names = Counter[str]()
         for key, _ in site.module.named_parameters():
-            saved = f"{site.name}.{key}"
+            saved_key = f"{site.name}.{key}"
             for conversion in reverse:
-                saved, _ = conversion.rename_source_key(saved)
-            names[saved.rsplit(".", key.count(".") + 1)[0]] += not key.startswith(f"{CHILD}.")
+                saved_key, _ = conversion.rename_source_key(saved_key)
+            names[saved_key.rsplit(".", key.count(".") + 1)[0]] += not key.startswith(f"{CHILD}.")
         if names:
             by_name[relative_name(model, names.most_common(1)[0][0])] = site
     return by_name

@@ -41,8 +41,8 @@ def with_local_heads(
             f"{site}: {graph_filter.heads} heads are split into {local} on each of {mesh.size()} processes; a filter "
             "follows tensor parallelism alone, with as many heads on each: choose another tp_size, or FSDP2 or DDP"
         )
-    first = mesh.get_local_rank() * local
-    group, part = mesh.get_group(), slice(first, first + local)
+    begin = mesh.get_local_rank() * local
+    group, part = mesh.get_group(), slice(begin, begin + local)
     coefficients = {name: _SumOfGradients.apply(getattr(graph_filter, name), group)[part] for name in names}
     return lambda shift, value: functional_call(graph_filter, coefficients, (shift, value))
 

@@ -108,10 +108,10 @@ class ConverterConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: object) -> None:
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
                 raise GraphFilterError(
-                    f"ConverterConfig: {name}={shown(value)}: use one of {', '.join(map(repr, known))}"
+                    f"ConverterConfig: {name}={shown(value)}: use one of {', '.join(map(repr, choices))}"
                 )
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size

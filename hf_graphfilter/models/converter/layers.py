@@ -89,8 +89,8 @@ def recurrent(gru: nn.Module, embeds: Tensor, mask: Tensor | None) -> Tensor:
     """
     x = to_float32(embeds)
     if mask is not None:
-        to_front = (~mask).byte().argsort(dim=1, stable=True)
-        x = _taken(x, to_front)
+        order = (~mask).byte().argsort(dim=1, stable=True)
+        x = _reorder(x, order)
     with torch.autocast(x.device.type, enabled=False):
         weights = dict(gru.named_parameters())  # none of a quantized one
         offloaded = [weight.dtype for weight in weights.values() if weight.is_meta]
@@ -100,17 +100,17 @@ def recurrent(gru: nn.Module, embeds: Tensor, mask: Tensor | None) -> Tensor:
             x = gru(x)[0]
         else:
             x = functional_call(gru, {name: weight.to(x.dtype) for name, weight in weights.items()}, x)[0]
-    return x if mask is None else _taken(x, to_front.argsort(1))
+    return x if mask is None else _reorder(x, order.argsort(1))
 
 
-def _taken(x: Tensor, order: Tensor) -> Tensor:
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 
 def sinusoidal(positions: Tensor, features: int) -> Tensor:
     """Map positions (batch, tokens) to sines and cosines in turn, (batch, tokens, features), as Vaswani et al. do."""
-    turns = torch.arange(0, features, 2, device=positions.device) * (-math.log(10000.0) / features)
-    angles = positions.unsqueeze(-1) * turns.exp()
+    log_frequencies = torch.arange(0, features, 2, device=positions.device) * (-math.log(10000.0) / features)
+    angles = positions.unsqueeze(-1) * log_frequencies.exp()
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :features]
 
 
@@ -131,8 +131,8 @@ class ConverterConvolution(nn.Module):
         )
         self.value_real = nn.Linear(features, features, bias=False)
         self.value_imag = nn.Linear(features, features, bias=False)
-        learned = config.convolution == "kernelution"
-        self.register_parameter("coefficients", nn.Parameter(torch.empty(config.K + 1)) if learned else None)
+        is_learned = config.convolution == "kernelution"
+        self.register_parameter("coefficients", nn.Parameter(torch.empty(config.K + 1)) if is_learned else None)
         self.steps, self.factors = recurrence("chebyshev", config.K), config.damping()
 
     def reset_parameters(self) -> None:
@@ -202,16 +202,16 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     if pooling == "cls":
         if mask is None:
             return x[:, 0]
-        first = mask.byte().argmax(1)[:, None, None].expand(-1, 1, x.shape[2])
-        return x.gather(1, first).squeeze(1) * mask.any(1, keepdim=True)
+        index = mask.byte().argmax(1)[:, None, None].expand(-1, 1, x.shape[2])
+        return x.gather(1, index).squeeze(1) * mask.any(1, keepdim=True)
     if pooling == "mean_max":
         return torch.cat([pooled(x, mask, "mean"), pooled(x, mask, "max")], -1)
     if mask is None:
         return x.mean(1) if pooling == "mean" else x.amax(1)
-    there = mask.unsqueeze(-1)
+    is_token = mask.unsqueeze(-1)
     if pooling == "max":
-        return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1) * there.any(1)
-    return (to_float32(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
+        return x.masked_fill(~is_token, torch.finfo(x.dtype).min).amax(1) * is_token.any(1)
+    return (to_float32(x) * is_token).sum(1).div(is_token.sum(1).clamp(min=1)).to(x.dtype)
 
 
 def say_what_labels_would_add(logits: Tensor, penalty: Tensor | None, labels: Tensor | None, eta: float) -> None:

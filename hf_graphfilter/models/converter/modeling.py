@@ -99,8 +99,8 @@ class ConverterPreTrainedModel(PreTrainedModel):
             return task
         if count is not None:
             share = ((labels != -100).sum() / count).to(penalty.device)
-            whole = self.config.problem_type not in ("regression", "multi_label_classification")  # else it is a mean
-            penalty, task = penalty * share, task if whole else task * share.to(task.device)
+            is_sum = self.config.problem_type not in ("regression", "multi_label_classification")  # else it is a mean
+            penalty, task = penalty * share, task if is_sum else task * share.to(task.device)
         return (1 - self.config.eta) * task + self.config.eta * penalty.to(task.device)
 
 
@@ -201,16 +201,16 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
         **kwargs: Any,
     ) -> ConverterClassifierOutput:
         inputs = [(input_ids, attention_mask, inputs_embeds), (input_ids_2, attention_mask_2, inputs_embeds_2)]
-        wanted = self.config.num_sequences
-        second = inputs[1] if wanted == 1 else (input_ids_2, inputs_embeds_2)
-        given = 1 + any(x is not None for x in second)
-        if given != wanted:
+        expected = self.config.num_sequences
+        second = inputs[1] if expected == 1 else (input_ids_2, inputs_embeds_2)
+        count = 1 + any(x is not None for x in second)
+        if count != expected:
             raise GraphFilterError(
-                f"this model classifies {('single sequences', 'pairs')[wanted - 1]} (num_sequences={wanted}), and "
-                f"input_ids_2 or inputs_embeds_2 is {('missing', 'not expected')[given - 1]}"
+                f"this model classifies {('single sequences', 'pairs')[expected - 1]} (num_sequences={expected}), and "
+                f"input_ids_2 or inputs_embeds_2 is {('missing', 'not expected')[count - 1]}"
             )
         encoded, features = [], []
-        for ids, mask, embeds in inputs[:wanted]:
+        for ids, mask, embeds in inputs[:expected]:
             out = self.converter(ids, mask, embeds, **{**kwargs, "return_dict": True})
             encoded.append(out)
             features.append(pooled(out.last_hidden_state, visible(mask, out.last_hidden_state), self.config.pooling))
@@ -226,7 +226,7 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
             loss=loss,
             logits=logits,
             hidden_states=encoded[0].hidden_states,
-            hidden_states_2=encoded[-1].hidden_states if wanted == 2 else None,
+            hidden_states_2=encoded[-1].hidden_states if expected == 2 else None,
             kernel_polynomial_loss=penalty,
         )
 

@@ -109,11 +109,11 @@ class GraphormerConfig(PreTrainedConfig):
             kwargs["num_labels"] = 1
         if self.problem_type is None:
             self.problem_type = "regression"
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                near = nearest(value, known)
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                hint = nearest(value, choices)
                 raise GraphFilterError(
-                    f"GraphormerConfig: {name}={shown(value)}{near}: use one of {', '.join(map(repr, known))}"
+                    f"GraphormerConfig: {name}={shown(value)}{hint}: use one of {', '.join(map(repr, choices))}"
                 )
         for name in SIZES:
             if type(value := getattr(self, name)) is not int or value < 1:

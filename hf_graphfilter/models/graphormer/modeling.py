@@ -113,9 +113,9 @@ class GraphormerModel(GraphormerPreTrainedModel):
         Returns:
             ``last_hidden_state`` (batch, 1 + nodes, hidden size), the virtual node first.
         """
-        given = (in_degree, out_degree, pair_kinds, kind_distances, kind_edges)
-        structure = [part for part in given if part is not None]
-        if len(structure) < len(given):
+        arguments = (in_degree, out_degree, pair_kinds, kind_distances, kind_edges)
+        structure = [part for part in arguments if part is not None]
+        if len(structure) < len(arguments):
             raise GraphFilterError(
                 "a graph needs node_features, in_degree, out_degree, pair_kinds, kind_distances and kind_edges: make "
                 "them with hf_graphfilter.graphs.GraphCollator"
@@ -205,7 +205,7 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
         if self.config.problem_type == "single_label_classification":
             return F.cross_entropy(logits, labels.view(-1).long())
         labels = labels.view(logits.shape).to(logits.dtype)
-        present = ~labels.isnan()
+        has_label = ~labels.isnan()
         target = labels.nan_to_num()
         if self.config.problem_type == "multi_label_classification":
             losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
@@ -215,7 +215,7 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
                 std = logits.new_tensor(self.config.label_std)
                 errors = errors * (std.mean() / std)  # equal units; the loss keeps its size
             losses = errors.abs() if self.config.loss == "l1" else errors.square()
-        return (losses * present).sum() / present.sum().clamp(min=1)
+        return (losses * has_label).sum() / has_label.sum().clamp(min=1)
 
 
 AutoModel.register(GraphormerConfig, GraphormerModel, exist_ok=True)

@@ -46,16 +46,18 @@ class _All(torch.autograd.Function):
         left, out = Left(u, sigma, theta, steps), torch.empty_like(value)
         masses, means = no_past(v, value)
         for group in blocks(v):
-            for at in group:
-                logits, signal = hide(to_float32(v[at]), value[at], None if keys is None else keys[at[0], at[2]])
+            for block in group:
+                logits, signal = hide(
+                    to_float32(v[block]), value[block], None if keys is None else keys[block[0], block[2]]
+                )
                 weights = logits.softmax(-2)
-                mass, earlier = logits.amax(-2) - weights.amax(-2).log_(), masses[at[:2]]
-                total = torch.logaddexp(earlier, mass)
+                mass, old_mass = logits.amax(-2) - weights.amax(-2).log_(), masses[block[:2]]
+                total = torch.logaddexp(old_mass, mass)
                 mean = (weights.to(value.dtype).mT @ signal) * (mass - total).exp_()[..., None]
-                means[at[:2]] = mean.addcmul_(means[at[:2]], (earlier - total).exp_()[..., None])
-                masses[at[:2]] = total
-            for at in group:
-                out[at] = left.rows(at).to(value.dtype) @ means[at[:2]].to(value.dtype)
+                means[block[:2]] = mean.addcmul_(means[block[:2]], (old_mass - total).exp_()[..., None])
+                masses[block[:2]] = total
+            for block in group:
+                out[block] = left.rows(block).to(value.dtype) @ means[block[:2]].to(value.dtype)
         return out, masses, means
 
     @staticmethod
@@ -90,21 +92,21 @@ def _gradients(
     grads = left.room()
     grad_v, grad_value = torch.empty_like(v), torch.empty_like(value)
     for group in blocks(v):
-        across = torch.zeros_like(means[group[0][:2]])
-        for at in group:
-            g = grad[at]
-            rows = left.backward(at, to_float32(g @ means[at[:2]].to(g.dtype).mT), grads)
-            across += rows.to(g.dtype).mT @ g
-        for at in group:
-            present = None if keys is None else keys[at[0], at[2]]
-            logits, signal = hide(to_float32(v[at]), value[at], present)
-            weights = (logits - masses[at[:2]][:, :, None]).exp_()
-            by_feature = (across * means[at[:2]]).sum(-1)[:, :, None]
-            toward = across.to(value.dtype)
-            by_value = weights.to(value.dtype) @ toward
-            by_v = weights.mul_(signal @ toward.mT - by_feature)
+        grad_mean = torch.zeros_like(means[group[0][:2]])
+        for block in group:
+            g = grad[block]
+            rows = left.backward(block, to_float32(g @ means[block[:2]].to(g.dtype).mT), grads)
+            grad_mean += rows.to(g.dtype).mT @ g
+        for block in group:
+            present = None if keys is None else keys[block[0], block[2]]
+            logits, signal = hide(to_float32(v[block]), value[block], present)
+            weights = (logits - masses[block[:2]][:, :, None]).exp_()
+            by_feature = (grad_mean * means[block[:2]]).sum(-1)[:, :, None]
+            cast_grad = grad_mean.to(value.dtype)
+            by_value = weights.to(value.dtype) @ cast_grad
+            by_v = weights.mul_(signal @ cast_grad.mT - by_feature)
             if present is not None:
                 for x in (by_v, by_value):
                     x.masked_fill_(~present[:, None, :, None], 0.0)
-            grad_v[at], grad_value[at] = by_v, by_value
+            grad_v[block], grad_value[block] = by_v, by_value
     return *grads[:3], grad_v, grad_value

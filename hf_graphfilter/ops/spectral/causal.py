@@ -46,14 +46,14 @@ def filter_causal(
     linear time, but is slower.
     """
     v, value = hide(v, value, keys)
-    alone = state is None and not goes_on and 1 < v.shape[2] <= CHUNK and on_plain_cpu(v)
+    is_one_chunk = state is None and not goes_on and 1 < v.shape[2] <= CHUNK and on_plain_cpu(v)
     state = state or no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
-        traced = torch.jit.is_tracing()  # into a graph that would run with any number of tokens, wrongly
-        if v.shape[2] == 1 and not traced:
+        is_traced = torch.jit.is_tracing()  # into a graph that would run with any number of tokens, wrongly
+        if v.shape[2] == 1 and not is_traced:
             out, state = _one_token(left.rows(), to_float32(v)[:, :, 0], to_float32(value), state)
             return out.to(value.dtype), state
-        if is_exporting() or traced:
+        if is_exporting() or is_traced:
             raise GraphFilterError(
                 "a causal filter in the singular value domain chooses between two forms by its input, which an "
                 "exported graph cannot: export models without causal attention, or patch with 'gfsa'"
@@ -61,10 +61,10 @@ def filter_causal(
         if _underflows(v.detach(), keys):
             out, state = _stable_causal(left.rows(), to_float32(v), to_float32(value), state)
             return out.to(value.dtype), state
-        if alone:
+        if is_one_chunk:
             return OneChunk.apply(*left, v, value), None
-        done = by_kernel(left.rows, v, value, *state, TINY) or _Causal.apply(*left, v, value, *state)
-        out, mass, mean, *_ = done
+        result = by_kernel(left.rows, v, value, *state, TINY) or _Causal.apply(*left, v, value, *state)
+        out, mass, mean, *_ = result
     return out, CausalState(mass, mean)
 
 
@@ -84,8 +84,8 @@ def running_mass(v: Tensor) -> Tensor:
 def _one_token(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
     """Decode one step; ``v`` is (batch, heads, features), the others have one token."""
     mass = torch.logaddexp(state.mass, v)
-    remaining, added = (state.mass - mass).exp().unsqueeze(-1), (v - mass).exp().unsqueeze(-1)
-    mean = torch.addcmul(remaining * state.mean, added, value)
+    decay, weight = (state.mass - mass).exp().unsqueeze(-1), (v - mass).exp().unsqueeze(-1)
+    mean = torch.addcmul(decay * state.mean, weight, value)
     return w @ mean, CausalState(mass, mean)
 
 
@@ -128,11 +128,11 @@ def _split(x: Tensor, fill: float = 0.0) -> Tensor:
     return x.unflatten(2, (-1, CHUNK))
 
 
-def _chunks(v: Tensor, before: Tensor) -> _Chunks:
+def _chunks(v: Tensor, past_mass: Tensor) -> _Chunks:
     top = v.amax(-2, keepdim=True)
     weights = (v - top).exp_()
     mass = weights.cumsum(-2)
-    ends = torch.cat([before[:, :, None, None], mass[:, :, :, -1:].log() + top], 2).logcumsumexp(2)
+    ends = torch.cat([past_mass[:, :, None, None], mass[:, :, :, -1:].log() + top], 2).logcumsumexp(2)
     start, end = ends[:, :, :-1], ends[:, :, 1:]
     reference = torch.maximum(top, start)
     past, scale = (start - reference).exp_(), (top - reference).exp_()
@@ -174,17 +174,17 @@ class _Causal(torch.autograd.Function):
         last_mass, last_mean = mass.clone(), mean.clone()
         for group in blocks(v, CHUNK):
             group_mass, group_mean = mass[group[0][:2]], mean[group[0][:2]]
-            for at in group:
-                if at is not group[0]:
+            for block in group:
+                if block is not group[0]:
                     states += [group_mass, group_mean]
-                queries, signal = _split(left.rows(at)), _split(to_float32(value[at]))
-                c = _chunks(_split(to_float32(v[at]), NEVER), group_mass)
+                queries, signal = _split(left.rows(block)), _split(to_float32(value[block]))
+                c = _chunks(_split(to_float32(v[block]), NEVER), group_mass)
                 queries = queries * c.inverse
-                before, group_mean = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, group_mean)
+                chunk_states, group_mean = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, group_mean)
                 group_mass = c.mass
                 scores = (queries @ c.weights.mT).tril_()
-                rows = (scores @ signal).add_(queries.mul_(c.past) @ before)
-                out[at] = rows.flatten(2, 3)[:, :, : v[at].shape[2]]
+                rows = (scores @ signal).add_(queries.mul_(c.past) @ chunk_states)
+                out[block] = rows.flatten(2, 3)[:, :, : v[block].shape[2]]
             last_mass[group[0][:2]], last_mean[group[0][:2]] = group_mass, group_mean
         return out, last_mass, last_mean, *states
 
@@ -199,15 +199,15 @@ class _Causal(torch.autograd.Function):
         return one_by_one(_Causal, info.batch_size, in_dims, inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_mass: Tensor, of_mean: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grads = first_order(_gradients, grad, of_mass, of_mean, ctx.steps, *ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor, grad_mass: Tensor, grad_mean: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads = first_order(_gradients, grad, grad_mass, grad_mean, ctx.steps, *ctx.saved_tensors)
         return *grads[:3], None, *grads[3:]
 
 
 def _gradients(
     grad: Tensor,
-    of_mass: Tensor,
-    of_mean: Tensor,
+    grad_mass: Tensor,
+    grad_mean: Tensor,
     steps: Recurrence,
     u: Tensor,
     sigma: Tensor | None,
@@ -217,40 +217,40 @@ def _gradients(
     mass: Tensor,
     mean: Tensor,
     last_mean: Tensor,
-    *past: Tensor,
+    *saved_states: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    states = list(past)
+    states = list(saved_states)
     left = Left(u, sigma, theta, steps)
     grads, grad_v, grad_value = left.room(), torch.empty_like(v), torch.empty_like(value)
     # what later tokens ask of earlier ones, relative to the mass in between; last column: of the mass itself
-    carried = torch.cat([of_mean, ((of_mean * last_mean).sum(-1) - of_mass).unsqueeze(-1)], -1)
+    grad_states = torch.cat([grad_mean, ((grad_mean * last_mean).sum(-1) - grad_mass).unsqueeze(-1)], -1)
     for group in reversed(blocks(v, CHUNK)):
-        asked = carried[group[0][:2]]
-        for at in reversed(group):
-            first = at is group[0]
-            block_mean = mean[at[:2]] if first else states.pop()
-            block_mass = mass[at[:2]] if first else states.pop()
-            signal, toward = _split(to_float32(value[at])), _split(to_float32(grad[at]))
-            c = _chunks(_split(to_float32(v[at]), NEVER), block_mass)
-            before = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, block_mean)[0]
-            pairs = (toward @ signal.mT).tril_()
-            grad_w = (pairs @ c.weights).add_((toward @ before.mT).mul_(c.past)).mul_(c.inverse)
-            rows = _split(left.backward(at, grad_w.flatten(2, 3)[:, :, : v[at].shape[2]], grads))
+        grad_state = grad_states[group[0][:2]]
+        for block in reversed(group):
+            first = block is group[0]
+            block_mean = mean[block[:2]] if first else states.pop()
+            block_mass = mass[block[:2]] if first else states.pop()
+            signal, grad_out = _split(to_float32(value[block])), _split(to_float32(grad[block]))
+            c = _chunks(_split(to_float32(v[block]), NEVER), block_mass)
+            chunk_states = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, block_mean)[0]
+            pairs = (grad_out @ signal.mT).tril_()
+            grad_w = (pairs @ c.weights).add_((grad_out @ chunk_states.mT).mul_(c.past)).mul_(c.inverse)
+            rows = _split(left.backward(block, grad_w.flatten(2, 3)[:, :, : v[block].shape[2]], grads))
             queries = rows * c.inverse
             returned = (rows * grad_w).mul_(c.inverse)  # what the running mass takes back
-            adding = torch.cat([(queries * c.past).mT @ toward, (returned * c.past).sum(-2).unsqueeze(-1)], -1)
-            later, asked = _scan(c.decay.mT.flip(2), adding.flip(2), asked)
+            additions = torch.cat([(queries * c.past).mT @ grad_out, (returned * c.past).sum(-2).unsqueeze(-1)], -1)
+            later, grad_state = _scan(c.decay.mT.flip(2), additions.flip(2), grad_state)
             later, later_returned = later.flip(2)[..., :-1], later.flip(2)[..., -1:].mT
             scores = (queries @ c.weights.mT).tril_()
-            by_value = (scores.mT @ toward).add_((c.weights * c.after) @ later)
+            by_value = (scores.mT @ grad_out).add_((c.weights * c.after) @ later)
             by_v = (pairs.mT @ queries).add_((signal @ later.mT).sub_(later_returned).mul_(c.after))
             # from the end: earlier terms can be larger by many orders of magnitude
             by_v.sub_(returned.flip(-2).cumsum(-2).flip(-2)).mul_(c.weights)
-            for whole, gradient in ((grad_v, by_v), (grad_value, by_value)):
-                whole[at] = gradient.flatten(2, 3)[:, :, : v[at].shape[2]]
-        carried[group[0][:2]] = asked
-    of_mean, returned = carried[..., :-1], carried[..., -1]
-    return *grads[:3], grad_v, grad_value, (of_mean * mean).sum(-1) - returned, of_mean.contiguous()
+            for target, gradient in ((grad_v, by_v), (grad_value, by_value)):
+                target[block] = gradient.flatten(2, 3)[:, :, : v[block].shape[2]]
+        grad_states[group[0][:2]] = grad_state
+    grad_mean, returned = grad_states[..., :-1], grad_states[..., -1]
+    return *grads[:3], grad_v, grad_value, (grad_mean * mean).sum(-1) - returned, grad_mean.contiguous()
 
 
 def _stable_causal(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
@@ -258,15 +258,15 @@ def _stable_causal(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> t
     mass = torch.cat([state.mass[:, :, None], v], 2).logcumsumexp(2)
     start, mean, out, step = mass[:, :, 0], state.mean, [], 16
     mass = mass[:, :, 1:]
-    earlier = torch.ones(step, step, dtype=torch.bool, device=v.device).tril()
+    causal_mask = torch.ones(step, step, dtype=torch.bool, device=v.device).tril()
     for i in range(0, v.shape[2], step):
         part = slice(i, i + step)
         size = v[:, :, part].shape[2]
         gap = v[:, :, None, part] - mass[:, :, part, None]
-        weights = gap.masked_fill(~earlier[:size, :size, None], -torch.inf).exp()
+        weights = gap.masked_fill(~causal_mask[:size, :size, None], -torch.inf).exp()
         scores = torch.einsum("bhtd,bhtsd->bhts", w[:, :, part], weights)
-        carried = w[:, :, part] * (start[:, :, None] - mass[:, :, part]).exp()
-        out.append(scores @ value[:, :, part] + carried @ mean)
+        state_weights = w[:, :, part] * (start[:, :, None] - mass[:, :, part]).exp()
+        out.append(scores @ value[:, :, part] + state_weights @ mean)
         end = mass[:, :, part][:, :, -1]
         mean = (start - end).exp()[..., None] * mean + weights[:, :, -1].mT @ value[:, :, part]
         start = end

@@ -32,7 +32,7 @@ class Left(NamedTuple):
 
     def rows(self, at: Block = ALL) -> Tensor:
         """Return the rows, (batch, heads, tokens, features), float32 or wider."""
-        U, x, theta = self._at(at)
+        U, x, theta = self._read_block(at)
         return U * (theta[..., :1, None] if x is None else expand(x, theta, self.steps))
 
     def singular_values(self) -> Tensor:
@@ -49,7 +49,7 @@ class Left(NamedTuple):
 
     def backward(self, at: Block, grad: Tensor, grads: Left) -> Tensor:
         """Return the rows again, and write their gradients, given ``grad`` of the rows, into ``grads``."""
-        U, x, theta = self._at(at)
+        U, x, theta = self._read_block(at)
         toward_p = grad * U
         if x is None:
             p, basis = theta[..., :1, None], [torch.ones_like(U)]
@@ -66,7 +66,7 @@ class Left(NamedTuple):
             grads.sigma[at] = toward_p.mul_(slope).mul_(x).mul_(1 - x)
         return U.mul_(p)
 
-    def _at(self, at: Block) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _read_block(self, at: Block) -> tuple[Tensor, Tensor | None, Tensor]:
         U = to_float32(self.u[at]).transpose(1, 2).softmax(-1).transpose(1, 2)  # as projections store it
         x = None if self.sigma is None else to_float32(self.sigma[at]).sigmoid()
         return U, x, self.theta[at[1]] if self.theta.dim() == 2 else self.theta

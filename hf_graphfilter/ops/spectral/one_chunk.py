@@ -21,10 +21,10 @@ class OneChunk(torch.autograd.Function):
     @staticmethod
     def forward(u: Tensor, sigma: Tensor | None, theta: Tensor, steps: Recurrence, v: Tensor, value: Tensor) -> Tensor:
         left, out = Left(u, sigma, theta, steps), torch.empty_like(value)
-        for (at,) in blocks(v, v.shape[2]):
-            weights, inverse = _exponentials(v[at])
-            scores = (left.rows(at).mul_(inverse) @ weights.mT).tril_()
-            out[at] = scores @ to_float32(value[at])
+        for (block,) in blocks(v, v.shape[2]):
+            weights, inverse = _exponentials(v[block])
+            scores = (left.rows(block).mul_(inverse) @ weights.mT).tril_()
+            out[block] = scores @ to_float32(value[block])
         return out
 
     @staticmethod
@@ -51,13 +51,13 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     left = Left(u, sigma, theta, steps)
     grads, grad_v, grad_value = left.room(), torch.empty_like(v), torch.empty_like(value)
-    for (at,) in blocks(v, v.shape[2]):
-        toward, (weights, inverse) = to_float32(grad[at]), _exponentials(v[at])
-        pairs = (toward @ to_float32(value[at]).mT).tril_()
+    for (block,) in blocks(v, v.shape[2]):
+        grad_out, (weights, inverse) = to_float32(grad[block]), _exponentials(v[block])
+        pairs = (grad_out @ to_float32(value[block]).mT).tril_()
         grad_w = (pairs @ weights).mul_(inverse)
-        queries = left.backward(at, grad_w, grads).mul_(inverse)
-        grad_value[at] = (queries @ weights.mT).tril_().mT @ toward
+        queries = left.backward(block, grad_w, grads).mul_(inverse)
+        grad_value[block] = (queries @ weights.mT).tril_().mT @ grad_out
         # of the mass so far, from the end: earlier terms can be larger by many orders of magnitude
         returned = grad_w.mul_(queries).flip(2).cumsum(2).flip(2)
-        grad_v[at] = (pairs.mT @ queries).sub_(returned).mul_(weights)
+        grad_v[block] = (pairs.mT @ queries).sub_(returned).mul_(weights)
     return *grads[:3], grad_v, grad_value

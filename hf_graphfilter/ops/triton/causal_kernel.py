@@ -27,15 +27,15 @@ def _chunk(V, Mass, Tiny, batch, head, heads, chunks, tokens, count, F: tl.const
 
     Mass (batch, heads, chunks + 1, F) holds the logarithms of the running denominators before every chunk.
     """
-    there = (tokens < count)[:, None]
+    is_token = (tokens < count)[:, None]
     v = load(V, batch, head, tokens, count, F, BF).to(tl.float32)
-    top = tl.max(tl.where(there, v, float("-inf")), 0)
+    top = tl.max(tl.where(is_token, v, float("-inf")), 0)
     features = tl.arange(0, BF)
-    place = Mass + ((batch * heads + head).to(tl.int64) * (chunks + 1) + tl.program_id(0)) * F + features
-    start = tl.load(place, mask=features < F, other=0.0)
-    end = tl.load(place + F, mask=features < F, other=0.0)
+    pointers = Mass + ((batch * heads + head).to(tl.int64) * (chunks + 1) + tl.program_id(0)) * F + features
+    start = tl.load(pointers, mask=features < F, other=0.0)
+    end = tl.load(pointers + F, mask=features < F, other=0.0)
     reference = tl.maximum(top, start)
-    weights = tl.where(there, tl.exp(v - reference[None, :]), 0.0)
+    weights = tl.where(is_token, tl.exp(v - reference[None, :]), 0.0)
     past = tl.exp(start - reference)
     mass = tl.cumsum(weights, 0) + past[None, :]
     inverse = tl.where(mass < Tiny, 0.0, 1 / tl.maximum(mass, Tiny))  # only before the first token that is there
@@ -47,12 +47,12 @@ def _masses(V, Mass, heads, chunks, count, F: tl.constexpr, BF: tl.constexpr, C:
     """Write the logarithm of the sum of e^v over every chunk into the place after it."""
     chunk, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     tokens, features = chunk * C + tl.arange(0, C), tl.arange(0, BF)
-    there = (tokens < count)[:, None]
-    v = tl.where(there, load(V, batch, head, tokens, count, F, BF).to(tl.float32), float("-inf"))
+    is_token = (tokens < count)[:, None]
+    v = tl.where(is_token, load(V, batch, head, tokens, count, F, BF).to(tl.float32), float("-inf"))
     top = tl.max(v, 0)
     mass = top + tl.log(tl.sum(tl.exp(v - top[None, :]), 0))
-    place = Mass + (tl.program_id(1).to(tl.int64) * (chunks + 1) + chunk + 1) * F + features
-    tl.store(place, mass, mask=features < F)
+    pointers = Mass + (tl.program_id(1).to(tl.int64) * (chunks + 1) + chunk + 1) * F + features
+    tl.store(pointers, mass, mask=features < F)
 
 
 @triton.jit
@@ -77,14 +77,14 @@ def _state(States, row, chunks, F: tl.constexpr, BF: tl.constexpr, E: tl.constex
 
 @triton.jit
 def _get(States, row, chunks, F: tl.constexpr, BF: tl.constexpr, E: tl.constexpr, BE: tl.constexpr):
-    places, there = _state(States, row, chunks, F, BF, E, BE)
-    return tl.load(places, mask=there, other=0.0)
+    places, mask = _state(States, row, chunks, F, BF, E, BE)
+    return tl.load(places, mask=mask, other=0.0)
 
 
 @triton.jit
 def _put(States, row, chunks, F: tl.constexpr, BF: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, numbers):
-    places, there = _state(States, row, chunks, F, BF, E, BE)
-    tl.store(places, numbers, mask=there)
+    places, mask = _state(States, row, chunks, F, BF, E, BE)
+    tl.store(places, numbers, mask=mask)
 
 
 @triton.jit
@@ -98,16 +98,16 @@ def _scan(
     """
     row = tl.program_id(0).to(tl.int64)
     features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BE)
-    there = (features < F)[:, None] & (columns < E)[None, :]
+    mask = (features < F)[:, None] & (columns < E)[None, :]
     places = features[:, None] * E + columns[None, :]
-    carried = tl.load(Carried + row * (F * E) + places, mask=there, other=0.0)
+    carried = tl.load(Carried + row * (F * E) + places, mask=mask, other=0.0)
     for i in tl.range(0, chunks, num_stages=4):
         chunk = row * chunks + (chunks - 1 - i if REVERSE else i)
-        added = tl.load(States + chunk * (F * E) + places, mask=there, other=0.0)
-        tl.store(States + chunk * (F * E) + places, carried, mask=there)
+        added = tl.load(States + chunk * (F * E) + places, mask=mask, other=0.0)
+        tl.store(States + chunk * (F * E) + places, carried, mask=mask)
         decay = tl.load(Decay + chunk * F + features, mask=features < F, other=0.0)
         carried = added + decay[:, None] * carried
-    tl.store(Carried + row * (F * E) + places, carried, mask=there)
+    tl.store(Carried + row * (F * E) + places, carried, mask=mask)
 
 
 @triton.jit
@@ -153,17 +153,17 @@ def _gradients(
     dw = dot(pairs, weights, PRECISION, dw) * inverse
     returned = queries * dw  # what the running mass takes back
     features = tl.arange(0, BF)
-    of_mass = LaterMass + (row.to(tl.int64) * chunks + tl.program_id(0)) * F + features
+    mass_pointers = LaterMass + (row.to(tl.int64) * chunks + tl.program_id(0)) * F + features
     if ASKING:
         store(Dw, batch, head, tokens, count, F, BF, dw)
         _put(Later, row, chunks, F, BF, E, BE, dot(tl.trans(queries * past), dout, PRECISION))
-        tl.store(of_mass, tl.sum(returned * past, 0), mask=features < F)
+        tl.store(mass_pointers, tl.sum(returned * past, 0), mask=features < F)
     else:
         later = _get(Later, row, chunks, F, BF, E, BE)
         scores = tl.where(earlier, dot(queries, tl.trans(weights), PRECISION), 0.0)
         dx = dot(tl.trans(scores), dout, PRECISION, dot(weights * after, later, PRECISION))
         store(Dx, batch, head, tokens, count, E, BE, dx)
-        dv = dot(x, tl.trans(later), PRECISION) - tl.load(of_mass, mask=features < F, other=0.0)[None, :]
+        dv = dot(x, tl.trans(later), PRECISION) - tl.load(mass_pointers, mask=features < F, other=0.0)[None, :]
         dv = dot(tl.trans(pairs), queries, PRECISION, dv * after)
         # from the end: earlier terms can be larger by many orders of magnitude
         store(Dv, batch, head, tokens, count, F, BF, (dv - tl.cumsum(returned, 0, reverse=True)) * weights)
@@ -183,17 +183,17 @@ class _Causal(torch.autograd.Function):
         masses = torch.cat([mass[:, :, None], mass.new_empty(*v.shape[:2], chunks, v.shape[3])], 2)
         _masses[grid](strided(v), masses, v.shape[1], chunks, v.shape[2], v.shape[3], sizes["BF"], CHUNK, **options(4))
         masses = masses.logcumsumexp(2)
-        states, last = _states(v, value, masses, mean, tiny)
+        states, last_mean = _states(v, value, masses, mean, tiny)
         out = like(value, value.dtype)
         counts = tiny, v.shape[1], chunks, v.shape[2]
         _rows[grid](*map(strided, (w, v, value, out)), masses, states, *counts, **sizes, **settings)
-        ctx.save_for_backward(w, v, value, masses, mean, last)
-        return out, masses[:, :, -1].clone(), last
+        ctx.save_for_backward(w, v, value, masses, mean, last_mean)
+        return out, masses[:, :, -1].clone(), last_mean
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, of_mass: Tensor, of_mean: Tensor) -> tuple[Tensor | None, ...]:
-        w, v, value, masses, mean, last = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_mass: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
+        w, v, value, masses, mean, last_mean = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         chunks, grid, sizes, settings = _launch(v, value)
         states = _states(v, value, masses, mean, ctx.tiny)[0]
@@ -204,10 +204,10 @@ class _Causal(torch.autograd.Function):
         for asking in (True, False):
             _gradients[grid](*arguments, *counts, asking, **sizes, **settings)
             if asking:
-                of_mean, returned = of_mean.contiguous(), (of_mean * last).sum(-1) - of_mass
-                of_mean = _carry(later, masses, of_mean.clone(), reverse=True)
+                grad_mean, returned = grad_mean.contiguous(), (grad_mean * last_mean).sum(-1) - grad_mass
+                grad_mean = _carry(later, masses, grad_mean.clone(), reverse=True)
                 returned = _carry(later_mass, masses, returned.unsqueeze(-1), reverse=True).squeeze(-1)
-        return *grads, (of_mean * mean).sum(-1) - returned, of_mean, None
+        return *grads, (grad_mean * mean).sum(-1) - returned, grad_mean, None
 
 
 def filter_causal(

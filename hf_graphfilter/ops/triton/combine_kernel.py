@@ -95,21 +95,23 @@ def differentiate(
     """Return the gradients of the coefficients and the signals that are needed."""
     grad, count = grad if grad.stride(3) == 1 else grad.contiguous(), len(signals)
     grid, (heads, chunks, tokens), sizes = _plan(*grad.shape)
-    of_coefficients, of_signals = needs[:count], needs[count:]
-    grads = [torch.empty_like(x) if need else None for x, need in zip(signals, of_signals, strict=True)]
+    coefficient_needs, signal_needs = needs[:count], needs[count:]
+    grads = [torch.empty_like(x) if need else None for x, need in zip(signals, signal_needs, strict=True)]
     programs = grad.shape[0] * chunks
     sums = grad.new_empty((count, heads, programs), dtype=torch.float32)
-    bits = [sum(need << k for k, need in enumerate(part)) for part in (of_signals, of_coefficients)]
-    given = strided(grad)
-    places = tuple(given if x is None else strided(x) for x in grads)
+    bits = [sum(need << k for k, need in enumerate(part)) for part in (signal_needs, coefficient_needs)]
+    view = strided(grad)
+    places = tuple(view if x is None else strided(x) for x in grads)
     with torch.cuda.device_of(grad):
         _gradients[grid](
-            given, tuple(map(strided, signals)), tuple(coefficients), places, sums,
+            view, tuple(map(strided, signals)), tuple(coefficients), places, sums,
             heads, chunks, programs, tokens, *bits, **sizes,
         )  # fmt: skip
-    totals: Sequence[Tensor] = sums.sum(-1).unbind() if any(of_coefficients) else ()
-    found = [t.to(c.dtype) if need else None for t, c, need in zip(totals, coefficients, of_coefficients, strict=False)]
-    return [*(found or [None] * count), *grads]
+    totals: Sequence[Tensor] = sums.sum(-1).unbind() if any(coefficient_needs) else ()
+    coefficient_grads = [
+        t.to(c.dtype) if need else None for t, c, need in zip(totals, coefficients, coefficient_needs, strict=False)
+    ]
+    return [*(coefficient_grads or [None] * count), *grads]
 
 
 @functools.lru_cache(1024)

@@ -62,9 +62,9 @@ def _launches(device: int) -> bool:
     """Return whether a kernel can be launched. Triton needs a C compiler, which some images of PyTorch do not have."""
     from . import combine_kernel
 
-    one = torch.ones(1, 1, 1, 1, device=f"cuda:{device}")
+    probe = torch.ones(1, 1, 1, 1, device=f"cuda:{device}")
     try:
-        combine_kernel.combine([one.view(1)], [one])
+        combine_kernel.combine([probe.view(1)], [probe])
     except Exception as error:  # of many kinds, of Triton's
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         logger.warning("No kernel of Triton can be launched, so filters take longer on this GPU: %s", reason)

@@ -18,25 +18,25 @@ from .interpreter import interpreted
 def tile(x, batch, head, rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Return pointers to rows (all of them WIDTH long) of a head, and which of them exist."""
     columns = tl.arange(0, BLOCK)
-    there = (rows < count)[:, None]
+    mask = (rows < count)[:, None]
     if WIDTH < BLOCK:
-        there = there & (columns < WIDTH)[None, :]
+        mask = mask & (columns < WIDTH)[None, :]
     head_start = x[0] + batch.to(tl.int64) * x[1] + head.to(tl.int64) * x[2]
-    return head_start + rows.to(tl.int64)[:, None] * x[3] + columns[None, :], there
+    return head_start + rows.to(tl.int64)[:, None] * x[3] + columns[None, :], mask
 
 
 @triton.jit
 def load(x, batch, head, rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load the rows of a tile; absent rows and the padding of the features are zero."""
-    pointers, there = tile(x, batch, head, rows, count, WIDTH, BLOCK)
-    return tl.load(pointers, mask=there, other=0.0)
+    pointers, mask = tile(x, batch, head, rows, count, WIDTH, BLOCK)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def store(x, batch, head, rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, numbers):
     """Store the rows of a tile."""
-    pointers, there = tile(x, batch, head, rows, count, WIDTH, BLOCK)
-    tl.store(pointers, numbers.to(x[0].dtype.element_ty), mask=there)
+    pointers, mask = tile(x, batch, head, rows, count, WIDTH, BLOCK)
+    tl.store(pointers, numbers.to(x[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -42,16 +42,16 @@ def _masked(scores, mask, batch, head, queries, keys, count, CAUSAL: tl.constexp
     if mask is not None:
         head_start = mask[0] + batch.to(tl.int64) * mask[1] + head.to(tl.int64) * mask[2]
         pointers = head_start + queries.to(tl.int64) * mask[3] + keys.to(tl.int64) * mask[4]
-        given = tl.load(pointers, mask=(queries < count) & (keys < count), other=0)
+        values = tl.load(pointers, mask=(queries < count) & (keys < count), other=0)
         if mask[0].dtype.element_ty == tl.int1:
-            scores = tl.where(given != 0, scores, float("-inf"))
+            scores = tl.where(values != 0, scores, float("-inf"))
         else:
-            scores += given.to(tl.float32)
+            scores += values.to(tl.float32)
     if EDGE:
-        seen = keys < count
+        visible = keys < count
         if CAUSAL:
-            seen = seen & (queries >= keys)
-        scores = tl.where(seen, scores, float("-inf"))
+            visible = visible & (queries >= keys)
+        scores = tl.where(visible, scores, float("-inf"))
     return scores
 
 
@@ -76,13 +76,13 @@ def _apply(
             k = load(K, batch, head // group, keys, count, WIDTH, D)
             scores = dot(q, tl.trans(k), PRECISION) * scale
             scores = _masked(scores, mask, batch, head, queries[:, None], keys[None, :], count, CAUSAL, EDGE)
-            raised = tl.maximum(peak, tl.max(scores, 1))
-            finite = tl.where(raised == float("-inf"), 0.0, raised)
-            weights, kept = tl.exp(scores - finite[:, None]), tl.exp(peak - finite)
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights, decay = tl.exp(scores - finite_peak[:, None]), tl.exp(peak - finite_peak)
             y = load(Y, batch, head, keys, count, SIGNAL, V)
-            z = dot(weights.to(y.dtype), y, PRECISION, z * kept[:, None])
-            total = total * kept + tl.sum(weights, 1)
-            peak = raised
+            z = dot(weights.to(y.dtype), y, PRECISION, z * decay[:, None])
+            total = total * decay + tl.sum(weights, 1)
+            peak = new_peak
     inverse = tl.where(total > 0, 1 / tl.maximum(total, 1e-30), 0.0)  # rows that see nothing are zero
     store(Z, batch, head, queries, count, SIGNAL, V, z * inverse[:, None])
     places = tl.program_id(1).to(tl.int64) * count + queries
@@ -146,14 +146,14 @@ def _gradients(
 ):  # fmt: skip
     """Compute dk and dv of N keys, whose queries add to dq; Dy is the Total of ``_toward_first``."""
     groups = heads // group
-    first, batch, shared = tl.program_id(0) * N, tl.program_id(1) // groups, tl.program_id(1) % groups
+    first, batch, key_head = tl.program_id(0) * N, tl.program_id(1) // groups, tl.program_id(1) % groups
     keys = first + tl.arange(0, N)
-    k, v = load(K, batch, shared, keys, count, WIDTH, D), load(Value, batch, shared, keys, count, SIGNAL, V)
+    k, v = load(K, batch, key_head, keys, count, WIDTH, D), load(Value, batch, key_head, keys, count, SIGNAL, V)
     dk, dv = tl.zeros((N, D), tl.float32), tl.zeros((N, V), tl.float32)
     begin = first // M * M if CAUSAL else 0
     inner = tl.minimum(tl.cdiv(first + N, M) * M, count) if CAUSAL else 0
     for member in range(group):
-        head = shared * group + member
+        head = key_head * group + member
         y = load(Y, batch, head, keys, count, SIGNAL, V)
         for PLAIN in tl.static_range(2):
             for start in range(inner if PLAIN else begin, count if PLAIN else inner, M):
@@ -172,10 +172,10 @@ def _gradients(
                 rows = tl.load(Rows + places, mask=queries < count, other=0.0)
                 slope = (weights * (slope - rows[None, :])).to(q.dtype)
                 dk = dot(slope, q, PRECISION, dk)
-                dq, there = tile(Dq, batch, head, queries, count, WIDTH, D)
-                tl.atomic_add(dq, dot(tl.trans(slope), k, PRECISION) * scale, there, sem="relaxed")
-    store(Dk, batch, shared, keys, count, WIDTH, D, dk * scale)
-    store(Dv, batch, shared, keys, count, SIGNAL, V, dv)
+                dq, inside = tile(Dq, batch, head, queries, count, WIDTH, D)
+                tl.atomic_add(dq, dot(tl.trans(slope), k, PRECISION) * scale, inside, sem="relaxed")
+    store(Dk, batch, key_head, keys, count, WIDTH, D, dk * scale)
+    store(Dv, batch, key_head, keys, count, SIGNAL, V, dv)
 
 
 # ----------------------------------------------------------------------------------------------------- the two of them
@@ -196,10 +196,10 @@ class _ApplyTwice(torch.autograd.Function):
         ctx.options = scale, causal
         ctx.save_for_backward(query, key, value, first, second, peak, inverse, mask)
         heads, group, count, *sizes = _sizes(query, key, value)
-        own, others, settings = _blocks(0, query, value)
-        _apply[triton.cdiv(count, own), query.shape[0] * heads](
+        outer, inner, settings = _blocks(0, query, value)
+        _apply[triton.cdiv(count, outer), query.shape[0] * heads](
             *map(strided, (query, key, first, second)),
-            *(peak, inverse, _spread(mask, query), scale, heads, group, count, causal, *sizes, own, others),
+            *(peak, inverse, _spread(mask, query), scale, heads, group, count, causal, *sizes, outer, inner),
             **settings,
         )
         return first, second
@@ -211,13 +211,13 @@ class _ApplyTwice(torch.autograd.Function):
         grad_first, grad_second = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_first, grad_second))
         scale, causal = ctx.options
         heads, group, count, *sizes = _sizes(query, key, value)
-        own, others, settings = _blocks(1, query, value)
+        outer, inner, settings = _blocks(1, query, value)
         total, grad_query = like(first, first.dtype), like(query, torch.float32).zero_()
         grad_key, grad_value = like(key, key.dtype), like(value, value.dtype)
         rows = torch.empty_like(peak)
-        spread, ragged = _spread(mask, query), count % own > 0
-        common = (peak, inverse, spread, scale, heads, group, count, causal, ragged, *sizes, others, own)
-        blocks = triton.cdiv(count, own)
+        spread, ragged = _spread(mask, query), count % outer > 0
+        common = (peak, inverse, spread, scale, heads, group, count, causal, ragged, *sizes, inner, outer)
+        blocks = triton.cdiv(count, outer)
         _toward_first[blocks, query.shape[0] * heads](
             *map(strided, (query, key, first, second, grad_first, grad_second, total)), rows, *common, **settings
         )
@@ -245,9 +245,9 @@ def _spread(mask: Tensor | None, query: Tensor) -> tuple[Any, ...] | None:
 
 
 def _blocks(backward: int, query: Tensor, value: Tensor) -> tuple[int, int, dict[str, Any]]:
-    own, others, warps, stages = BLOCKS[query.element_size(), max(query.shape[-1], value.shape[-1]) > 64][backward]
-    own, others = (min(tokens, power(query.shape[2])) for tokens in (own, others))
-    return own, others, {"PRECISION": precision(query), **options(warps, stages)}
+    outer, inner, warps, stages = BLOCKS[query.element_size(), max(query.shape[-1], value.shape[-1]) > 64][backward]
+    outer, inner = (min(tokens, power(query.shape[2])) for tokens in (outer, inner))
+    return outer, inner, {"PRECISION": precision(query), **options(warps, stages)}
 
 
 def can_apply(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
