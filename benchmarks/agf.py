@@ -82,9 +82,9 @@ def time_batches(benchmark: Benchmark) -> Iterator[list[dict]]:
     """In the case "over operations" these are the form "plain", so that ratios are to them."""
     shapes = [("operations", False, shape) for shape in BATCHES]
     shapes += [("plain", causal, shape) for causal in (False, True) for shape in SHORT]
-    for (other, causal, (batch, n)), backward in itertools.product(shapes, (False, True)):
-        case = f"batch of {batch}, over {'SDPA' if other == 'plain' else other}"
-        forms = {"plain": other, "agf": "agf"}
+    for (baseline, causal, (batch, n)), backward in itertools.product(shapes, (False, True)):
+        case = f"batch of {batch}, over {'SDPA' if baseline == 'plain' else baseline}"
+        forms = {"plain": baseline, "agf": "agf"}
         calls = {name: attention(benchmark.device, form, n, causal, backward, batch) for name, form in forms.items()}
         yield benchmark.time(calls, case, n, causal, PASSES[backward])
 

@@ -64,12 +64,12 @@ def read_images(folder: Path) -> tuple[Data, Data]:
 
     steps = [transforms.Resize((64, 64)), transforms.ToTensor()]
     normal = transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    read = []
+    parts = []
     for part in ("train", "test"):
         files = datasets.ImageFolder(folder / part, transforms.Compose([*steps, normal]))
         images, labels = zip(*files, strict=True)
-        read.append((torch.stack(images), torch.tensor(labels)))
-    return read[0], read[1]
+        parts.append((torch.stack(images), torch.tensor(labels)))
+    return parts[0], parts[1]
 
 
 def vision_transformer(weights: Path, classes: int, size: int = 64) -> nn.Module:
@@ -96,10 +96,10 @@ def vision_transformer(weights: Path, classes: int, size: int = 64) -> nn.Module
     for kind in ("weight", "bias"):
         state[f"encoder.ln.{kind}"] = saved[f"layernorm.{kind}"]
         for i in range(depth):
-            here, there = f"encoder.layers.encoder_layer_{i}", f"encoder.layer.{i}"
-            three = [saved[f"{there}.attention.attention.{name}.{kind}"] for name in ("query", "key", "value")]
-            state[f"{here}.self_attention.in_proj_{kind}"] = torch.cat(three)
-            state |= {f"{here}.{ours}.{kind}": saved[f"{there}.{theirs}.{kind}"] for ours, theirs in parts.items()}
+            target, source = f"encoder.layers.encoder_layer_{i}", f"encoder.layer.{i}"
+            projections = [saved[f"{source}.attention.attention.{name}.{kind}"] for name in ("query", "key", "value")]
+            state[f"{target}.self_attention.in_proj_{kind}"] = torch.cat(projections)
+            state |= {f"{target}.{part}.{kind}": saved[f"{source}.{name}.{kind}"] for part, name in parts.items()}
     missing = model.load_state_dict(interpolate_embeddings(size, 16, state), strict=False)
     assert missing.missing_keys == ["heads.head.weight", "heads.head.bias"]
     assert not missing.unexpected_keys
@@ -146,8 +146,8 @@ def main() -> None:
     epochs, lr = options.epochs or (3 if text else 1), options.lr or (1e-3 if text else 1e-4)
     training, held_out = read_text() if text else read_images(options.data)
     if options.rows:
-        chosen = torch.randperm(len(training[0]), generator=torch.Generator().manual_seed(0))[: options.rows]
-        training = training[0][chosen], training[1][chosen]
+        indices = torch.randperm(len(training[0]), generator=torch.Generator().manual_seed(0))[: options.rows]
+        training = training[0][indices], training[1][indices]
     output, rows = RESULTS / "any-model-cpu.csv", []
     common = stamp("cpu", "torch") | {"task": options.task, "train": len(training[0]), "test": len(held_out[0])}
     for seed in range(options.seeds):
@@ -159,10 +159,10 @@ def main() -> None:
             train(model, training, epochs, lr, seed)
             accuracy, loss = test(model, held_out)
             print(f"{options.task} seed {seed} {name:8} accuracy {accuracy:.4f} loss {loss:.4f}", flush=True)
-            measured = {"seed": seed, "model": name, "accuracy": round(accuracy, 4), "loss": round(loss, 4)}
-            rows.append(common | measured | {"epochs": epochs, "lr": lr})
-    others = [row for row in read_rows(output) if (row["task"], float(row["lr"])) != (options.task, lr)]
-    write([*others, *rows], output, FIELDS)
+            result = {"seed": seed, "model": name, "accuracy": round(accuracy, 4), "loss": round(loss, 4)}
+            rows.append(common | result | {"epochs": epochs, "lr": lr})
+    other_rows = [row for row in read_rows(output) if (row["task"], float(row["lr"])) != (options.task, lr)]
+    write([*other_rows, *rows], output, FIELDS)
 
 
 def read_rows(file: Path) -> list[dict]:

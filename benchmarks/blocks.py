@@ -38,16 +38,16 @@ def measure(model: str, blocks: int, budget: int, tokens: int, pipe: Any) -> Non
 
 
 def run(model: str, folder: str, blocks: int, budget: int, tokens: int) -> dict[str, Any]:
-    before = begin_peak_memory(CPU) or 0.0
+    start_mb = begin_peak_memory(CPU) or 0.0
     torch.manual_seed(0)
-    where = {"device_map": {"": "disk"}, "offload_folder": f"{folder}/weights"} if blocks else {}
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **where)
+    placement = {"device_map": {"": "disk"}, "offload_folder": f"{folder}/weights"} if blocks else {}
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **placement)
     size = loaded.config.get_text_config().vocab_size
     data = [{"input_ids": torch.randint(5, size, (1, tokens))} for _ in range(budget // tokens + 4)]
     if blocks:  # the weights were read once, to be written elsewhere
         begin_peak_memory(CPU)
     options: dict[str, Any] = {"blocks": blocks, "checkpoint": f"{folder}/progress"} if blocks else {}
-    began = time.monotonic()
+    start_time = time.monotonic()
     report = linearize(
         loaded,
         data,
@@ -59,7 +59,7 @@ def run(model: str, folder: str, blocks: int, budget: int, tokens: int) -> dict[
         progress=False,
         **options,
     )
-    return {"mb": peak_memory(CPU) - before, "seconds": time.monotonic() - began, "errors": report.after}
+    return {"mb": peak_memory(CPU) - start_mb, "seconds": time.monotonic() - start_time, "errors": report.after}
 
 
 def main() -> None:
@@ -76,20 +76,20 @@ def main() -> None:
 
 def measure_both(options: argparse.Namespace, tokens: int) -> dict[str, Any]:
     """Return what the two ways take, with the largest difference of their errors."""
-    context, found = multiprocessing.get_context("spawn"), {}
+    context, results = multiprocessing.get_context("spawn"), {}
     for name, blocks in {"whole": 0, "blocks": options.blocks}.items():
-        ours, theirs = context.Pipe()
-        process = context.Process(target=measure, args=(options.model, blocks, options.budget, tokens, theirs))
+        receiver, sender = context.Pipe()
+        process = context.Process(target=measure, args=(options.model, blocks, options.budget, tokens, sender))
         process.start()
-        theirs.close()
-        found[name] = ours.recv()
+        sender.close()
+        results[name] = receiver.recv()
         process.join()
-        print(f"{name}: {found[name]['mb']:.0f} MB, {found[name]['seconds']:.0f} s", flush=True)
-    errors = [found[name].pop("errors") for name in found]
+        print(f"{name}: {results[name]['mb']:.0f} MB, {results[name]['seconds']:.0f} s", flush=True)
+    errors = [results[name].pop("errors") for name in results]
     difference = max(abs(errors[0][layer] - errors[1][layer]) for layer in errors[0])
     row = {**stamp("cpu", "torch"), "model": Path(options.model).name, "blocks": options.blocks}
     row |= {"tokens": tokens, "budget": options.budget, "difference": f"{difference:.1e}"}
-    return row | {f"{name} {of}": round(value) for name in found for of, value in found[name].items()}
+    return row | {f"{name} {quantity}": round(value) for name in results for quantity, value in results[name].items()}
 
 
 if __name__ == "__main__":

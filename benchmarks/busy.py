@@ -105,13 +105,13 @@ def list_forms(shape: str, compiled: bool) -> list[str]:
 @contextmanager
 def keep_busy(count: int) -> Iterator[None]:
     """Let other processes keep ``count`` cores busy."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
-        for other in others:
-            other.kill()
-            other.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def measure_here(shape: str, forms: str | list[str], compiled: bool, seconds: float, loads: list[int]) -> object:
@@ -163,8 +163,8 @@ def measure_waiting(shape: str, processes: int, seconds: float, loads: list[int]
 
 def about(shape: str, load: int) -> dict:
     """Return the fields of a row that say where and what was measured."""
-    which = f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy"
-    return {**stamp("cpu", "torch", "transformers"), "case": shape, "n": "", "causal": "", "pass": which}
+    pass_name = f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy"
+    return {**stamp("cpu", "torch", "transformers"), "case": shape, "n": "", "causal": "", "pass": pass_name}
 
 
 def main() -> None:
@@ -179,8 +179,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each process and load")
     parser.add_argument("--loads", type=int, nargs="+", default=[0, 1, 2], help="numbers of busy processes")
     options = parser.parse_args()
-    what = "compiled" if options.compiled else "waiting" if options.waiting else "busy"
-    file = options.output / f"{what}-cpu.csv"
+    kind = "compiled" if options.compiled else "waiting" if options.waiting else "busy"
+    file = options.output / f"{kind}-cpu.csv"
     if options.waiting and options.compiled:
         parser.error("--waiting times steps that are not compiled")
     if options.compiled:
@@ -191,8 +191,8 @@ def main() -> None:
         shapes = WAITING
     table = read_others(file, options.only)
     for shape in [options.only] if options.only else shapes:
-        shared = (options.processes, options.seconds, options.loads)
-        measured = measure_waiting(shape, *shared) if options.waiting else measure(shape, options.compiled, *shared)
+        settings = (options.processes, options.seconds, options.loads)
+        measured = measure_waiting(shape, *settings) if options.waiting else measure(shape, options.compiled, *settings)
         table += show([*measured])
         write(table, file, FIELDS)
 

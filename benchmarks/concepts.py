@@ -57,13 +57,13 @@ def graph() -> Figure:
     matrix.set_title("attention matrix A: each row sums to 1", fontsize=10)
     figure.colorbar(image, ax=matrix, shrink=0.8)
     angle = torch.arange(len(tokens)) * 2 * torch.pi / len(tokens)
-    at = torch.stack([angle.sin(), angle.cos()], -1).tolist()
-    for i, (x, y) in enumerate(at):
+    positions = torch.stack([angle.sin(), angle.cos()], -1).tolist()
+    for i, (x, y) in enumerate(positions):
         for j, weight in enumerate(A[i].tolist()):
             if i != j and weight > 0.05:
                 arrow = {"arrowstyle": "->", "lw": 5 * weight, "color": COLOURS[0], "alpha": 0.6}
                 arrow |= {"shrinkA": 16, "shrinkB": 16, "connectionstyle": "arc3,rad=0.12"}
-                circle.annotate("", xy=(x, y), xytext=at[j], arrowprops=arrow)
+                circle.annotate("", xy=(x, y), xytext=positions[j], arrowprops=arrow)
         circle.text(x, y, tokens[i], ha="center", va="center", fontsize=9)
     circle.set(xlim=(-1.3, 1.3), ylim=(-1.2, 1.2), aspect="equal")
     circle.set_title("the same numbers as a graph (weights above 0.05)", fontsize=10)

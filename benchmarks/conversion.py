@@ -85,8 +85,8 @@ class Reviews(Task):
         self.tokenizer = AutoTokenizer.from_pretrained(pretrained_path())
         files = sorted((self.shared / "data" / "imdb-subset").rglob("*.txt"))
         texts = [file.read_text(errors="ignore") for file in files]
-        long = [text for text in texts if len(text.split()) > 200]
-        return text_batches(self.tokenizer, long)
+        long_texts = [text for text in texts if len(text.split()) > 200]
+        return text_batches(self.tokenizer, long_texts)
 
 
 class Images(Task):
@@ -123,12 +123,12 @@ class Text(Task):
 
     def measure(self, model: nn.Module) -> dict[str, float]:
         with torch.autocast(model.device.type, torch.bfloat16):
-            found = {"perplexity": perplexity(model, self.test)}
+            scores = {"perplexity": perplexity(model, self.test)}
             for tokens in (32, 128, 512):
-                found[f"copying, {tokens} tokens"] = copying(model, tokens)
+                scores[f"copying, {tokens} tokens"] = copying(model, tokens)
             for tokens in (64, 256, 1024):
-                found[f"needle, {tokens} tokens"] = needle(model, self.tokenizer, tokens)
-        return found
+                scores[f"needle, {tokens} tokens"] = needle(model, self.tokenizer, tokens)
+        return scores
 
 
 class Translation(Task):
@@ -248,9 +248,9 @@ WITH_FILTER = {  # cards beside their filter
 
 def play(name: str, options: argparse.Namespace) -> None:
     case = CASES[name]
-    known = f"{name}-seed-{options.seed}" if options.seed else name
-    known += f"-budget-{options.budget}" * bool(options.budget)  # a trial, and not the case
-    file, folder = options.output / f"{known}.json", options.runs / known
+    run_name = f"{name}-seed-{options.seed}" if options.seed else name
+    run_name += f"-budget-{options.budget}" * bool(options.budget)  # a trial, and not the case
+    file, folder = options.output / f"{run_name}.json", options.runs / run_name
     if file.is_file():
         return
     task = TASKS[case.task](case.task, options.shared, case.windows, options.seed)
@@ -258,20 +258,20 @@ def play(name: str, options: argparse.Namespace) -> None:
     model, data = task.model().to(options.device), task.data()
     before = task.measure(model)
     budget = options.budget or case.budget
-    usual: dict[str, Any] = {"holdout": 32, "rates": Rates(attention=5e-3)}
+    defaults: dict[str, Any] = {"holdout": 32, "rates": Rates(attention=5e-3)}
     if case.task == "text":  # takes long, so that its steps are few
         few = case.windows > 1  # and large
-        usual = {"holdout": 2 if few else 8, "evaluations": 5 if few else 10, "rates": Rates(attention=2e-2)}
-    begun = time.process_time()
+        defaults = {"holdout": 2 if few else 8, "evaluations": 5 if few else 10, "rates": Rates(attention=2e-2)}
+    start_time = time.process_time()
     precision = "bf16" if options.device != "cpu" or bf16_pays(use_cpu=True) else None
-    settings = {"filter": "agf", "precision": precision, "checkpoint": folder / "progress", **usual, **case.options}
+    settings = {"filter": "agf", "precision": precision, "checkpoint": folder / "progress", **defaults, **case.options}
     report = linearize(model, data, budget=budget, progress=options.progress, **settings)
     model.save_pretrained(folder / "model")
     if task.tokenizer is not None:
         task.tokenizer.save_pretrained(folder / "model")
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "name": known,
+        "name": run_name,
         "task": case.task,
         "seed": options.seed,
         "about": (type(task).__doc__ or "").strip(),
@@ -280,7 +280,7 @@ def play(name: str, options: argparse.Namespace) -> None:
         "device": hardware(options.device),
         "torch": torch.__version__,
         "precision": precision or "float32",
-        "cpu_seconds": round(time.process_time() - begun),  # of the last process, where it was interrupted
+        "cpu_seconds": round(time.process_time() - start_time),  # of the last process, where it was interrupted
         "before": before,
         "after": task.measure(model),
         "report": report.to_dict(),
@@ -301,19 +301,19 @@ def write_card(name: str, options: argparse.Namespace) -> None:
         report.time(model, rounds=3)
     content["report"] = report.to_dict()
     file.write_text(json.dumps(content, indent=1) + "\n")
-    rows = [[what, f"{content['before'][what]:.4g}", f"{after:.4g}"] for what, after in content["after"].items()]
-    measured = [f"{content['about']} {content['device']}, torch {content['torch']}, {content['date']}."]
+    rows = [[metric, f"{content['before'][metric]:.4g}", f"{after:.4g}"] for metric, after in content["after"].items()]
+    paragraphs = [f"{content['about']} {content['device']}, torch {content['torch']}, {content['date']}."]
     if rows:
-        measured += [markdown_table(["on the test part", "original", "converted"], rows)]
+        paragraphs += [markdown_table(["on the test part", "original", "converted"], rows)]
     folder = options.cards / CARDS[name]
     if name in WITH_FILTER:
-        if long := long_of_filter(hash_files(str(shipped), model=True)):
-            measured += [LONG_TEXTS, *[VARIANTS] * ("-keep-20" in long), long]
+        if long_texts := long_of_filter(hash_files(str(shipped), model=True)):
+            paragraphs += [LONG_TEXTS, *[VARIANTS] * ("-keep-20" in long_texts), long_texts]
         size = f"{2 * report.parameters / 1e6:.1f} MB"
-        measured.insert(0, WITH_FILTER[name].format(size=size))
-    about = {"repo_id": f"model_cards/{CARDS[name]}" if name in WITH_FILTER else CARDS[name], "base_model": task.base}
-    about |= {"description": "\n\n".join(measured), "filter_only": name in WITH_FILTER}
-    save_conversion(model, report, folder, **about)
+        paragraphs.insert(0, WITH_FILTER[name].format(size=size))
+    card = {"repo_id": f"model_cards/{CARDS[name]}" if name in WITH_FILTER else CARDS[name], "base_model": task.base}
+    card |= {"description": "\n\n".join(paragraphs), "filter_only": name in WITH_FILTER}
+    save_conversion(model, report, folder, **card)
     (folder / "conversion.json").unlink()  # the results, which lie with the others
     if name in WITH_FILTER and (renewed or folder != shipped):
         save_filter(model.to(torch.bfloat16), folder, base_model=task.base)

@@ -46,8 +46,8 @@ def fill_cache(
         if hasattr(layer, "length"):  # the state of an AGF, which is no more than after the tokens that were run
             layer.length = length
             # of heads that keep their attention
-            whole = [name for name in ("kept_key", "kept_value") if name in kept]
-            kept.update({name: repeat_tokens(kept[name], times, length) for name in whole})
+            names = [name for name in ("kept_key", "kept_value") if name in kept]
+            kept.update({name: repeat_tokens(kept[name], times, length) for name in names})
         elif kind == "dynamic":
             layer.keys, layer.values = (repeat_tokens(x, times, length) for x in (layer.keys, layer.values))
             kept.update({name: repeat_tokens(x, times, length) for name, x in kept.items()})
@@ -73,12 +73,12 @@ def one_token(
 
 def capture_graph(step: Callable[[], object]) -> Callable[[], object]:
     """Return a step as a CUDA graph."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -26,12 +26,12 @@ def embed(model: nn.Module, tokenizer: Any, texts: Sequence[str], length: int, b
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # texts of like length share a batch
     parts = []
     for begin in range(0, len(order), batch):
-        chosen = [texts[i] for i in order[begin : begin + batch]]
-        inputs = tokenizer(chosen, truncation=True, max_length=length, padding=True, return_tensors="pt")
+        batch_texts = [texts[i] for i in order[begin : begin + batch]]
+        inputs = tokenizer(batch_texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
         inputs = dict(inputs.to(model.device))
         parts.append(embeddings(model(**inputs), inputs).cpu())
-    back = torch.tensor(order).argsort()
-    return functional.normalize(torch.cat(parts)[back], dim=-1)
+    inverse = torch.tensor(order).argsort()
+    return functional.normalize(torch.cat(parts)[inverse], dim=-1)
 
 
 # ---------------------------------------------------------------------------------------------------------- retrieval

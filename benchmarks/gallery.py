@@ -93,11 +93,11 @@ def pretrained(options: argparse.Namespace) -> Found:
         ("Flan-T5-small", AutoModelForSeq2SeqLM, weights("flan-t5-small")),
     ):
         cases[name] = partial(auto.from_pretrained, folder, dtype=torch.float32), texts(options, folder)
-    found = {name: measure(build().to(options.device), batches) for name, (build, batches) in cases.items()}
-    draw(options, "pretrained", depth(found))
-    draw(options, "frequencies", frequencies(found))
-    draw(options, "taylor", taylor(found))
-    return found
+    results = {name: measure(build().to(options.device), batches) for name, (build, batches) in cases.items()}
+    draw(options, "pretrained", depth(results))
+    draw(options, "frequencies", frequencies(results))
+    draw(options, "taylor", taylor(results))
+    return results
 
 
 def minilm(options: argparse.Namespace) -> Found:
@@ -113,12 +113,12 @@ def minilm(options: argparse.Namespace) -> Found:
         folder = trained(options, "glue", name, [*common, "8000", *flags, "--save_strategy", "epoch"])
         models[name] = AutoModelForSequenceClassification.from_pretrained(folder)
     batches = texts(options, source)
-    found = {name: measure(model.to(options.device), batches) for name, model in models.items()}
-    draw(options, "minilm", depth(found))
-    draw(options, "minilm-gain", gains(found, ["pretrained", "AGF, fitted", "fine-tuned", "fine-tuned with GFSA"]))
+    results = {name: measure(model.to(options.device), batches) for name, model in models.items()}
+    draw(options, "minilm", depth(results))
+    draw(options, "minilm-gain", gains(results, ["pretrained", "AGF, fitted", "fine-tuned", "fine-tuned with GFSA"]))
     for name, file in {"AGF, fitted": "minilm-agf", "fine-tuned with GFSA": "minilm-gfsa"}.items():
-        draw(options, f"{file}-curves", plot_curves(found[name].curves))
-    return found
+        draw(options, f"{file}-curves", plot_curves(results[name].curves))
+    return results
 
 
 def deit(options: argparse.Namespace) -> Found:
@@ -134,12 +134,12 @@ def deit(options: argparse.Namespace) -> Found:
     transform = create_transform(**resolve_data_config({"input_size": (3, 32, 32), "crop_pct": 1.0}))
     files = pick_some(sorted((data / "test").rglob("*.png")), COUNT)
     batches = list(torch.stack([transform(Image.open(file).convert("RGB")) for file in files]).split(16))
-    found = {name: measure(model, batches) for name, model in models.items()}
-    draw(options, "deit-24", depth(found))
-    draw(options, "deit-24-gain", gains(found, list(found)))
+    results = {name: measure(model, batches) for name, model in models.items()}
+    draw(options, "deit-24", depth(results))
+    draw(options, "deit-24-gain", gains(results, list(results)))
     for file, name in {"deit-24": "with GFSA", "deit-24-agf": "with AGF"}.items():
-        draw(options, f"{file}-curves", plot_curves(found[name].curves))
-    return found
+        draw(options, f"{file}-curves", plot_curves(results[name].curves))
+    return results
 
 
 def language(options: argparse.Namespace) -> Found:
@@ -154,12 +154,12 @@ def language(options: argparse.Namespace) -> Found:
     tokenizer = AutoTokenizer.from_pretrained(folders["plain, seed 1"])
     batches = [{"input_ids": torch.stack(pick_some(list(windows(tokenizer, data / "ptb.test.txt", 64)), COUNT))}]
     models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in folders.items()}
-    found = {name: measure(model.to(options.device), batches) for name, model in models.items()}
-    first = {name: found[f"{name}, seed 1"] for name in kinds}
+    results = {name: measure(model.to(options.device), batches) for name, model in models.items()}
+    first = {name: results[f"{name}, seed 1"] for name in kinds}
     draw(options, "gpt2-12", depth(first))
     draw(options, "gpt2-12-gain", gains(first, list(first)))
     draw(options, "gpt2-12-curves", plot_curves(first["with GFSA"].curves))
-    return found
+    return results
 
 
 def zinc(options: argparse.Namespace) -> Found:
@@ -176,12 +176,12 @@ def zinc(options: argparse.Namespace) -> Found:
     rows = pick_some(list(read_zinc(data / "zinc12k_graphs.npz")["test"]()), COUNT)
     batch = dict(GraphCollator(config)(list(GraphDataset(rows, config))))
     del batch["labels"]
-    found = {name: measure(model.to(options.device), [batch]) for name, model in models.items()}
-    draw(options, "zinc", depth(found))
-    draw(options, "zinc-gain", gains(found, list(found)))
-    draw(options, "zinc-taylor", taylor(found))
-    draw(options, "zinc-curves", plot_curves(found["with GFSA"].curves))
-    return found
+    results = {name: measure(model.to(options.device), [batch]) for name, model in models.items()}
+    draw(options, "zinc", depth(results))
+    draw(options, "zinc-gain", gains(results, list(results)))
+    draw(options, "zinc-taylor", taylor(results))
+    draw(options, "zinc-curves", plot_curves(results["with GFSA"].curves))
+    return results
 
 
 def speech(options: argparse.Namespace) -> Found:
@@ -193,21 +193,21 @@ def speech(options: argparse.Namespace) -> Found:
     kinds = {"plain": ["--filter", "none"], "with GFSA": []}
     folders = {name: trained(options, "speech", f"digits-{name}", [*common, *flags]) for name, flags in kinds.items()}
     folders["Whisper tiny.en"] = weights("whisper-tiny.en")
-    asked = {"normalize": "words", "max_seconds": 30.0, "too_long": "skip", "bad_audio": "error"}
-    settings = argparse.Namespace(task="digits", data=str(data), **asked)
+    audio_settings = {"normalize": "words", "max_seconds": 30.0, "too_long": "skip", "bad_audio": "error"}
+    settings = argparse.Namespace(task="digits", data=str(data), **audio_settings)
     rows = pick_some(read(settings)[0]["test"], COUNT)
-    found = {}
+    results = {}
     for name, folder in folders.items():
         extractor = AutoFeatureExtractor.from_pretrained(folder)
         collate = SpeechBatches(extractor)
-        some = rows if name in kinds else rows[:8]  # Whisper has 1,500 positions
-        recordings = prepare(some, extractor, settings, "test")[0].add_column("labels", [[0]] * len(some))
+        subset = rows if name in kinds else rows[:8]  # Whisper has 1,500 positions
+        recordings = prepare(subset, extractor, settings, "test")[0].add_column("labels", [[0]] * len(subset))
         batches = [{"input_features": collate([row])["input_features"]} for row in recordings]  # alone: no padding
         encoder = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32).get_encoder()
-        found[name] = measure(encoder.to(options.device), batches)
-    draw(options, "speech", depth(found))
-    draw(options, "speech-gain", gains({name: found[name] for name in kinds}, list(kinds)))
-    return found
+        results[name] = measure(encoder.to(options.device), batches)
+    draw(options, "speech", depth(results))
+    draw(options, "speech-gain", gains({name: results[name] for name in kinds}, list(kinds)))
+    return results
 
 
 def trained(options: argparse.Namespace, recipe: str, name: str, argv: list[str], seed: int = 1) -> Path:
@@ -232,8 +232,8 @@ def panels(drawn: dict[str, Lines], x: str, y: str = "", *, legends: bool = Fals
     figure = Figure(figsize=((3.0 if y else 4.0) * len(drawn), 3.0), layout="constrained")
     axes = figure.subplots(1, len(drawn), squeeze=False, sharey=shared)[0]
     for panel, (title, lines) in zip(axes, drawn.items(), strict=True):
-        for colour, (label, at, values) in zip(COLOURS, lines, strict=False):
-            panel.plot(at, values, marker=marker, markersize=3, color=colour, label=label)
+        for colour, (label, positions, values) in zip(COLOURS, lines, strict=False):
+            panel.plot(positions, values, marker=marker, markersize=3, color=colour, label=label)
         panel.set(xlabel=x, **options)
         panel.set_title(title, fontsize=9)
         if legends or panel is axes[0]:
@@ -252,9 +252,9 @@ def draw(options: argparse.Namespace, name: str, figure: Any) -> None:
 def stacks(found: Found) -> Iterator[tuple[str, Measurements, str]]:
     """Yield (what to call it, the numbers, the stack) for each stack of each model."""
     for name, measured in found.items():
-        there = list(dict.fromkeys(layer.stack for layer in measured.smoothing.layers()))
-        for stack in there:
-            yield (f"{name}, {stack}" if len(there) > 1 else name), measured, stack
+        stack_names = list(dict.fromkeys(layer.stack for layer in measured.smoothing.layers()))
+        for stack in stack_names:
+            yield (f"{name}, {stack}" if len(stack_names) > 1 else name), measured, stack
 
 
 def band(measured: Measurements, stack: str, quantity: str) -> tuple[list[int], list[float]]:
@@ -318,18 +318,18 @@ def numbers(common: dict[str, str], found: Found) -> list[dict[str, Any]]:
     rows = []
     for name, measured in found.items():
         stack = measured.smoothing.layers()[0].stack
-        for (layer, curve), at in itertools.product(enumerate(measured.curves.values()), (0, 1)):
-            heads = curve.response[:, (curve.at - at).abs().argmin()]
-            about = {"model": name, "stack": stack, "layer": layer, "layers": len(measured.curves)}
-            about |= {"quantity": f"response at {at}", "mean": f"{heads.mean():.5g}", "sd": f"{heads.std():.5g}"}
-            rows.append({**common, **about, "samples": len(heads)})
+        for (layer, curve), point in itertools.product(enumerate(measured.curves.values()), (0, 1)):
+            heads = curve.response[:, (curve.at - point).abs().argmin()]
+            fields = {"model": name, "stack": stack, "layer": layer, "layers": len(measured.curves)}
+            fields |= {"quantity": f"response at {point}", "mean": f"{heads.mean():.5g}", "sd": f"{heads.std():.5g}"}
+            rows.append({**common, **fields, "samples": len(heads)})
         for part in measured.parts().values():
             for row in part.rows():
                 if "at" not in row:
                     layers = max(layer.index for layer in part.layers(row["stack"])) + 1
-                    about = {"model": name, "layers": layers, "samples": row["samples"]}
-                    about |= {key: row[key] for key in ("stack", "layer", "quantity")}
-                    rows.append({**common, **about, **{k: f"{row[k]:.5g}" for k in ("mean", "sd")}})
+                    fields = {"model": name, "layers": layers, "samples": row["samples"]}
+                    fields |= {key: row[key] for key in ("stack", "layer", "quantity")}
+                    rows.append({**common, **fields, **{k: f"{row[k]:.5g}" for k in ("mean", "sd")}})
     return rows
 
 
@@ -346,8 +346,8 @@ def analyse(options: argparse.Namespace, case: str) -> None:
         model, batches = AutoModel.from_pretrained(pretrained_path()), texts(options, pretrained_path(), 512)
     elif case == "smollm2":
         model = AutoModelForCausalLM.from_pretrained(weights(case), dtype=torch.float32)
-        long = torch.cat([batch["input_ids"].flatten() for batch in texts(options, weights(case))])
-        batches = [{"input_ids": long[: 2 * 1024].view(2, 1024)}]
+        ids = torch.cat([batch["input_ids"].flatten() for batch in texts(options, weights(case))])
+        batches = [{"input_ids": ids[: 2 * 1024].view(2, 1024)}]
     else:
         folder = options.shared / "weights" / "deit-tiny-patch16-224"
         model = AutoModelForImageClassification.from_pretrained(folder)
@@ -362,12 +362,12 @@ def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, case in CASES.items():
         command = [sys.executable, __file__, "--analyse", case, "--device", options.device, "--runs", str(options.runs)]
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         process = subprocess.Popen([*command, "--shared", str(options.shared)])
-        _, status, used = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"the report of {name} failed")
-        seconds, peak = time.perf_counter() - begun, used.ru_maxrss / 1024
+        seconds, peak = time.perf_counter() - start_time, usage.ru_maxrss / 1024
         rows.append({"case": name, "seconds": f"{seconds:.0f}", "peak_mb": f"{peak:.0f}"})
         print(rows[-1], flush=True)
     return rows

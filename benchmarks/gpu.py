@@ -32,7 +32,7 @@ PYTEST = ["-m", "pytest", "-q", "-p", "no:xdist", "-m"]
 def sections(smoke: bool) -> dict[str, tuple[int, list[str]]]:
     """Seconds and command of every section; the tests that need a GPU are only collected in a smoke run."""
     lengths = ["64"] if smoke else ["128", "197", "512", "1024", "2048", "4096"]
-    long = ["64"] if smoke else ["512", "2048", "8192", "32768", "131072"]
+    long_lengths = ["64"] if smoke else ["512", "2048", "8192", "32768", "131072"]
     contexts = ["128"] if smoke else ["512", "2048", "8192"]
     collect = ["--collect-only"] if smoke else []
 
@@ -43,7 +43,7 @@ def sections(smoke: bool) -> dict[str, tuple[int, list[str]]]:
         "kernels": (90, [*PYTEST, "gpu", *collect, str(TESTS / "test_triton.py")]),
         "steps": (60, program("gfsa.py", "--only", "steps")),
         "attention": (80, program("gfsa.py", "--only", "attention", "--lengths", *lengths)),
-        "agf": (80, program("agf.py", "--only", "attention", "--lengths", *long)),
+        "agf": (80, program("agf.py", "--only", "attention", "--lengths", *long_lengths)),
         "decoding": (60, program("decoding.py", "--lengths", *contexts)),
         "vision": (50, program("vision.py", "--only", "DeiT-S, 12 layers", "--lengths", "1" if smoke else "128")),
         "menu": (60, program("menu.py", "--only", "BERT-base, 8 x 128")),
@@ -84,34 +84,34 @@ def main() -> None:
         sys.exit(f"bench-gpu needs a CUDA device, and PyTorch {torch.__version__} sees none.")
     common = stamp(options.device, "torch") | {"commit": commit()}
     file = options.output / f"gpu-{options.device}-sections.csv"
-    done = list(csv.DictReader(file.read_text().splitlines())) if file.is_file() else []
-    same = ("device", "commit")
-    done = [row for row in done if all(row[key] == common[key] for key in same) and row["outcome"] == "done"]
+    rows = list(csv.DictReader(file.read_text().splitlines())) if file.is_file() else []
+    keys = ("device", "commit")
+    rows = [row for row in rows if all(row[key] == common[key] for key in keys) and row["outcome"] == "done"]
     patience = 10 if options.smoke else 1
     end = time.monotonic() + 60 * options.minutes
     for section, (limit, command) in sections(options.smoke).items():
-        if any(row["section"] == section for row in done) or (options.only and section not in options.only):
+        if any(row["section"] == section for row in rows) or (options.only and section not in options.only):
             continue
         command = [sys.executable, *command]
         if command[1] != "-m":
             command += ["--device", options.device, "--output", str(options.output)]
             command += ["--seconds", "0.01", "--smoke"] if options.smoke else ["--seconds", "0.4"]
-        begun = time.monotonic()
+        start = time.monotonic()
         print(f"== {section}", flush=True)
         try:
-            code = subprocess.run(command, check=False, timeout=max(1, min(limit * patience, end - begun))).returncode
+            code = subprocess.run(command, check=False, timeout=max(1, min(limit * patience, end - start))).returncode
             outcome = "done" if code == 0 else f"failed ({code})"
         except subprocess.TimeoutExpired:
             outcome = "out of time"
-        seconds = round(time.monotonic() - begun)
-        done.append({**common, "section": section, "outcome": outcome, "seconds": seconds})
+        seconds = round(time.monotonic() - start)
+        rows.append({**common, "section": section, "outcome": outcome, "seconds": seconds})
         print(f"== {section}: {outcome} after {seconds} s", flush=True)
-        write(done, file, FIELDS)
+        write(rows, file, FIELDS)
     for kernel in ("gfsa", "agf"):
-        measured = options.output / f"{kernel}-{options.device}-attention.csv"
-        fewest = find_winners(csv.DictReader(measured.read_text().splitlines()), kernel) if measured.is_file() else None
+        timings = options.output / f"{kernel}-{options.device}-attention.csv"
+        fewest = find_winners(csv.DictReader(timings.read_text().splitlines()), kernel) if timings.is_file() else None
         print(f"FASTER, {common['device']}: the kernel of {kernel} from {fewest or 'no number of'} tokens on")
-    if any(row["outcome"] != "done" for row in done):
+    if any(row["outcome"] != "done" for row in rows):
         sys.exit(1)
 
 

@@ -52,12 +52,12 @@ def classifier(
 
 def compare(options: argparse.Namespace, training: str, one: tuple[str, int], two: tuple[str, int]) -> dict[str, Any]:
     """Return how alike two classifiers are: mean, median and the outer tenths over the texts."""
-    (model, tokenizer), (other, _) = (classifier(options, training, *which) for which in (one, two))
+    (model, tokenizer), (other, _) = (classifier(options, training, *choice) for choice in (one, two))
     texts = pick_some(list(load("bbc", options.shared / "data" / "bbc-news").parts["test"]["text_a"]), TEXTS)
     batches = [tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt") for text in texts]
-    found = attention_correlation(model, other, batches)
-    low, *_, high = statistics.quantiles(found.values, n=10)
-    values = [float(found.band.mean), low, statistics.median(found.values), high]
+    correlation = attention_correlation(model, other, batches)
+    low, *_, high = statistics.quantiles(correlation.values, n=10)
+    values = [float(correlation.band.mean), low, statistics.median(correlation.values), high]
     names = [f"{kind}, seed {seed}" for kind, seed in (one, two)]
     row = {"training": training, "model": names[0], "other": names[1], "texts": len(texts)}
     row |= {name: f"{value:.3f}" for name, value in zip(QUANTITIES, values, strict=True)}
@@ -68,8 +68,8 @@ def compare(options: argparse.Namespace, training: str, one: tuple[str, int], tw
 def main() -> None:
     options = make_parser(__doc__, TRAINING, "likeness").parse_args()
     common = stamp(options.device, "torch", "transformers")
-    asked = [options.only] if options.only else list(TRAINING)
-    rows = [common | compare(options, training, *pair) for training in asked for pair in PAIRS]
+    trainings = [options.only] if options.only else list(TRAINING)
+    rows = [common | compare(options, training, *pair) for training in trainings for pair in PAIRS]
     write(rows, options.output / f"likeness-{options.device}.csv", COLUMNS)
 
 

@@ -42,15 +42,15 @@ RULES: dict[str, Callable[[list[str]], Hashable]] = {
 def main() -> None:
     rows = []
     for name, lengths in LENGTHS.items():
-        made = Expressions(10, 10, *lengths).generate(0)
-        read = [([t for t in text.split() if t not in "()"], value) for text, value in islice(made, TRAIN + TEST)]
+        stream = Expressions(10, 10, *lengths).generate(0)
+        examples = [([t for t in text.split() if t not in "()"], value) for text, value in islice(stream, TRAIN + TEST)]
         for rule, key in RULES.items():
-            seen: dict[Hashable, Counter] = defaultdict(Counter)
-            for tokens, value in read[:TRAIN]:
-                seen[key(tokens)][value] += 1
-            answers = {what: counts.most_common(1)[0][0] for what, counts in seen.items()}
-            right = sum(answers.get(key(tokens)) == value for tokens, value in read[TRAIN:])
-            rows.append({"lengths": name, "rule": rule, "accuracy": f"{right / TEST:.3f}"})
+            value_counts: dict[Hashable, Counter] = defaultdict(Counter)
+            for tokens, value in examples[:TRAIN]:
+                value_counts[key(tokens)][value] += 1
+            answers = {feature: counts.most_common(1)[0][0] for feature, counts in value_counts.items()}
+            correct = sum(answers.get(key(tokens)) == value for tokens, value in examples[TRAIN:])
+            rows.append({"lengths": name, "rule": rule, "accuracy": f"{correct / TEST:.3f}"})
             print(*rows[-1].values())
     write(rows, RESULTS / "listops.csv", ["lengths", "rule", "accuracy"])
 

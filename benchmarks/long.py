@@ -107,11 +107,11 @@ class Subject:
         if self.original_path is None:
             return self.model
         original = load(self.original_path).to(self.options.device)
-        ours, theirs = (
+        sizes, original_sizes = (
             [getattr(m.config, n) for n in ("vocab_size", "hidden_size", "num_hidden_layers")]
             for m in (self.model, original)
         )
-        if ours != theirs:
+        if sizes != original_sizes:
             raise SystemExit(f"--original: {self.original_path.name} is another model: name the original of this one")
         return original
 
@@ -133,11 +133,11 @@ class Subject:
 
     def lengths(self, usual: tuple[int, ...]) -> list[int]:
         """Return the lengths that the model has positions for."""
-        most = getattr(self.model.config, "max_position_embeddings", None) or math.inf
-        chosen = [n for n in self.options.lengths or usual if n <= most]
-        if not chosen:
-            raise SystemExit(f"--lengths: the model knows {most} positions")
-        return chosen
+        max_positions = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        lengths = [n for n in self.options.lengths or usual if n <= max_positions]
+        if not lengths:
+            raise SystemExit(f"--lengths: the model knows {max_positions} positions")
+        return lengths
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -164,8 +164,8 @@ def is_decoder(config: Any) -> bool:
 
 
 def load(path: Path) -> PreTrainedModel:
-    of = AutoModelForCausalLM if is_decoder(AutoConfig.from_pretrained(path)) else AutoModel
-    return of.from_pretrained(path, dtype=torch.float32).eval()
+    model_class = AutoModelForCausalLM if is_decoder(AutoConfig.from_pretrained(path)) else AutoModel
+    return model_class.from_pretrained(path, dtype=torch.float32).eval()
 
 
 # ------------------------------------------------------------------------------------------------------------ quality
@@ -187,9 +187,9 @@ def measure_quality(subject: Subject) -> Iterator[Measurement]:
 
 def texts(subject: Subject, tokens: int) -> Tensor:
     """Return windows of the test part of WikiText-2, spread over it."""
-    found = windows(subject.tokenizer, subject.options.shared / "data" / "wikitext-2" / "test.txt", tokens)
-    step = max(1, len(found) // subject.options.samples)
-    return found[::step][: subject.options.samples].to(subject.model.device)
+    token_windows = windows(subject.tokenizer, subject.options.shared / "data" / "wikitext-2" / "test.txt", tokens)
+    step = max(1, len(token_windows) // subject.options.samples)
+    return token_windows[::step][: subject.options.samples].to(subject.model.device)
 
 
 def by_position(subject: Subject, tokens: int) -> dict[str, Any]:
@@ -200,9 +200,9 @@ def by_position(subject: Subject, tokens: int) -> dict[str, Any]:
             logits = subject.model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             rows = {"loss": functional.cross_entropy(logits[0], ids[0, 1:], reduction="none")}
             if not subject.is_original:
-                wanted = subject.original(input_ids=ids, use_cache=False).logits[:, :-1].float()
-                rows["original"] = functional.cross_entropy(wanted[0], ids[0, 1:], reduction="none")
-                rows["agreement"], rows["divergence"] = (x[0] for x in compare_logits(wanted, logits))
+                original_logits = subject.original(input_ids=ids, use_cache=False).logits[:, :-1].float()
+                rows["original"] = functional.cross_entropy(original_logits[0], ids[0, 1:], reduction="none")
+                rows["agreement"], rows["divergence"] = (x[0] for x in compare_logits(original_logits, logits))
         for name, row in rows.items():
             sums[name] = sums.get(name, 0) + row.double().cpu()
     count, values = len(texts(subject, tokens)), {}
@@ -220,18 +220,18 @@ def by_position(subject: Subject, tokens: int) -> dict[str, Any]:
 
 def generation(subject: Subject, tokens: int) -> dict[str, Any]:
     """Return how many tokens of greedy generation agree with the original's, and how much is repeated."""
-    agreed, repeated = [], {"repeated": [], "repeated by the original": []}
+    agreements, repeated = [], {"repeated": [], "repeated by the original": []}
     for ids in texts(subject, tokens).split(ROWS):
         with subject.computing():
-            written = generate(subject.model, ids, GENERATED)
-            wanted = written if subject.is_original else generate(subject.original, ids, GENERATED)
-        agreed += [int((a == b).int().cumprod(0).sum()) for a, b in zip(written, wanted, strict=True)]
-        for rows, name in ((written, "repeated"), (wanted, "repeated by the original")):
+            output = generate(subject.model, ids, GENERATED)
+            original_output = output if subject.is_original else generate(subject.original, ids, GENERATED)
+        agreements += [int((a == b).int().cumprod(0).sum()) for a, b in zip(output, original_output, strict=True)]
+        for rows, name in ((output, "repeated"), (original_output, "repeated by the original")):
             repeated[name] += [repetition(row.tolist()) for row in rows]
     values: dict[str, Any] = {"generated": GENERATED, **{name: mean(rates) for name, rates in repeated.items()}}
     if subject.is_original:
         return {"generated": GENERATED, "repeated": values["repeated"]}
-    return values | {"agree, median": median(agreed), "agree, mean": mean(agreed)}
+    return values | {"agree, median": median(agreements), "agree, mean": mean(agreements)}
 
 
 def repetition(tokens: list[int], n: int = 4) -> float:
@@ -283,11 +283,11 @@ def measure_retrieval(subject: Subject) -> Iterator[Measurement]:
 def retrieved(subject: Subject, make: Callable[[int], Sample], count: int) -> dict[str, Any]:
     """Return the score of so many samples of a task."""
     try:
-        made = [make(number) for number in range(count)]
+        samples = [make(number) for number in range(count)]
     except ValueError as error:
         return {"refused": str(error)}
     with subject.computing():
-        scores = [score(subject.model, sample, subject.tokenizer) for sample in made]
+        scores = [score(subject.model, sample, subject.tokenizer) for sample in samples]
     accuracy, logs = mean(s.right for s in scores), [s.log_probability for s in scores]
     return {
         "accuracy": accuracy,
@@ -301,10 +301,10 @@ def documents_found(subject: Subject, tokens: int) -> dict[str, Any]:
     """Return nDCG@10 of the test queries of SciFact."""
     documents, queries, relevant = scifact(subject.options.shared)
     with subject.computing():
-        asked, known = (
-            embed(subject.model, subject.tokenizer, list(of.values()), tokens) for of in (queries, documents)
+        query_vectors, document_vectors = (
+            embed(subject.model, subject.tokenizer, list(source.values()), tokens) for source in (queries, documents)
         )
-    ranked = rank(asked, known, list(documents))
+    ranked = rank(query_vectors, document_vectors, list(documents))
     gains = [ndcg(names, relevant[query]) for query, names in zip(queries, ranked, strict=True)]
     error = stdev(gains) / math.sqrt(len(gains))
     return {"nDCG@10": mean(gains), "standard error": error, "queries": len(gains), "documents": len(documents)}
@@ -331,8 +331,8 @@ def measure_speed(subject: Subject) -> Iterator[Measurement]:
 
 
 def forms(subject: Subject) -> dict[str, PreTrainedModel]:
-    others = {} if subject.is_original else {"converted": subject.model, BARE: subject.bare}
-    return {"plain": subject.original, **others}
+    variants = {} if subject.is_original else {"converted": subject.model, BARE: subject.bare}
+    return {"plain": subject.original, **variants}
 
 
 def measure_growth(subject: Subject) -> Iterator[Measurement]:
@@ -348,15 +348,15 @@ def growth(subject: Subject, lengths: list[int]) -> dict[str, Any]:
     calls = {}
     for n in lengths:
         for name, model in models.items():
-            more = {"use_cache": False} if subject.is_decoder else {}
-            calls[f"{name} {n}"] = partial(model, input_ids=random_ids(subject, n), **more, **last_logits(model))
+            options = {"use_cache": False} if subject.is_decoder else {}
+            calls[f"{name} {n}"] = partial(model, input_ids=random_ids(subject, n), **options, **last_logits(model))
     with torch.no_grad():
         for name in models:
             calls[f"{name} {lengths[0]}"]()
-        taken, _ = time_in_turn(calls, subject.model.device, subject.options.rounds, memory=False)
+        durations, _ = time_in_turn(calls, subject.model.device, subject.options.rounds, memory=False)
     rows = {}
     for name in models:
-        ms = {n: median(taken[f"{name} {n}"]) for n in lengths}
+        ms = {n: median(durations[f"{name} {n}"]) for n in lengths}
         exponent = math.log(ms[lengths[-1]] / ms[lengths[0]]) / math.log(lengths[-1] / lengths[0])
         rows[name] = {"exponent": round(exponent, 3), "median_ms": {str(n): round(ms[n], 1) for n in lengths}}
     return {**rows.pop("model"), **rows}
@@ -373,8 +373,8 @@ def prefill(subject: Subject, tokens: int, cached: bool) -> dict[str, Any]:
     ids, calls = random_ids(subject, tokens), {}
     for name, model in forms(subject).items():
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        more = {"use_cache": cached and name != BARE} if takes_cache else {}
-        calls[name] = partial(model, input_ids=ids, **more, **last_logits(model))
+        options = {"use_cache": cached and name != BARE} if takes_cache else {}
+        calls[name] = partial(model, input_ids=ids, **options, **last_logits(model))
     return timed(calls, subject)
 
 
@@ -398,10 +398,10 @@ def timed(calls: dict[str, Callable[[], object]], subject: Subject, times: int =
     with torch.no_grad():
         for call in calls.values():
             call()
-        taken, mb = time_in_turn(calls, subject.model.device, subject.options.rounds, times)
-    rows = {name: {**percentiles(ms, taken["plain"]), "peak_mb": mb[name]} for name, ms in taken.items()}
-    if "converted" in taken and STATIC in taken:
-        ratios = [ours / theirs for ours, theirs in zip(taken["converted"], taken[STATIC], strict=True)]
+        durations, mb = time_in_turn(calls, subject.model.device, subject.options.rounds, times)
+    rows = {name: {**percentiles(ms, durations["plain"]), "peak_mb": mb[name]} for name, ms in durations.items()}
+    if "converted" in durations and STATIC in durations:
+        ratios = [value / static for value, static in zip(durations["converted"], durations[STATIC], strict=True)]
         rows["converted"]["ratio_to_static"] = round(median(ratios), 3)
     return rows
 
@@ -439,13 +439,13 @@ class Results:
 
     def measure(self, what: dict[str, Any], settings: dict[str, Any], call: Callable[[], dict[str, Any]]) -> None:
         """Call unless the measurement is there."""
-        others = [m for m in self.content["measurements"] if any(m.get(k) != v for k, v in what.items())]
-        same = [m for m in self.content["measurements"] if m not in others]
-        if same and same[0]["settings"] == settings:
+        other_measurements = [m for m in self.content["measurements"] if any(m.get(k) != v for k, v in what.items())]
+        previous = [m for m in self.content["measurements"] if m not in other_measurements]
+        if previous and previous[0]["settings"] == settings:
             return
         values = call()
         self.content["measurements"] = [
-            *others,
+            *other_measurements,
             {**what, "settings": settings, "values": values, **stamp(self.device, "torch", "transformers")},
         ]
         write_text(self.file, json.dumps(self.content, indent=1) + "\n")
@@ -494,32 +494,32 @@ def main() -> None:
     options.what = options.what or ["quality", "retrieval", *["speed"] * (not options.without)]
     if "speed" in options.what and options.rounds * STEPS + 2 > MOST:
         parser.error(f"--rounds: a static cache has room for {(MOST - 2) // STEPS}")
-    subject, about = prepare(options)
+    subject, description = prepare(options)
     filters = [graph_filter for _, graph_filter in filters_of(subject.model, required=False)]
     if options.without and not (filters and all(options.without in f.branches() for f in filters)):
         parser.error(f"--without: the filters of the model, if it has any, have no part {options.without}")
-    results = Results(options.output / f"{about['name']}.json", about, options.device)
+    results = Results(options.output / f"{description['name']}.json", description, options.device)
     with switch_off(options.without, filters) if options.without else contextlib.nullcontext():
-        for what in options.what:
-            for cell, settings, call in SECTIONS[what](subject):
-                precision = {} if what in ("speed", "growth") else {"precision": options.precision}
+        for section in options.what:
+            for cell, settings, call in SECTIONS[section](subject):
+                precision = {} if section in ("speed", "growth") else {"precision": options.precision}
                 results.measure(cell, {**settings, **precision}, call)
 
 
 def kept(model: nn.Module, path: Path, options: argparse.Namespace) -> dict[str, list[int]]:
     """Return the key heads that keep their attention, as JSON has them."""
     valid = options.shared / "data" / "wikitext-2" / "valid.txt"
-    held = windows(AutoTokenizer.from_pretrained(path), valid, PROBED)[:PROBES]
+    held_out = windows(AutoTokenizer.from_pretrained(path), valid, PROBED)[:PROBES]
     config = get_filter(options.filter).for_conversion(**dict(options.set))
-    chosen = choose_heads(model, [{"input_ids": row[None]} for row in held], options.keep, config)
-    return {str(layer): list(heads) for layer, heads in chosen.items()}
+    heads_by_layer = choose_heads(model, [{"input_ids": row[None]} for row in held_out], options.keep, config)
+    return {str(layer): list(heads) for layer, heads in heads_by_layer.items()}
 
 
 def prepare(options: argparse.Namespace) -> tuple[Subject, dict[str, Any]]:
     """Load the model, and return it with what the results say of it."""
     path = NAMES[options.model]() if options.model in NAMES else Path(options.model)
     model: nn.Module = load(path)
-    usual = "smollm2" if is_decoder(model.config) else "minilm"
+    default_name = "smollm2" if is_decoder(model.config) else "minilm"
     if options.filter:
         if options.keep:
             options.set = [*options.set, ("keep", kept(model, path, options))]
@@ -528,13 +528,13 @@ def prepare(options: argparse.Namespace) -> tuple[Subject, dict[str, Any]]:
     if options.load:
         load_filter(model, options.load)
     added = sum(p.numel() for p in filter_parameters(model)) if filters_of(model, required=False) else 0
-    named = options.original or (options.model if options.filter else usual)
-    original = None if not added and not options.original else NAMES[named]() if named in NAMES else Path(named)
+    source = options.original or (options.model if options.filter else default_name)
+    original = None if not added and not options.original else NAMES[source]() if source in NAMES else Path(source)
     name = options.name or (options.model if options.model in NAMES else path.name)
-    about = {
+    description = {
         "name": name,
         "kind": "decoder" if is_decoder(model.config) else "encoder",
-        "original": None if original is None else named if named in NAMES else original.name,
+        "original": None if original is None else source if source in NAMES else original.name,
         "filter": None if not options.filter else {"filter": options.filter, **dict(options.set)},
         "without": options.without,
         "loaded": hash_files(str(options.load), model=True) if options.load else None,
@@ -542,7 +542,7 @@ def prepare(options: argparse.Namespace) -> tuple[Subject, dict[str, Any]]:
         "added": added,
     }
     model.to(options.device)
-    return Subject(model, original, AutoTokenizer.from_pretrained(path), options), about
+    return Subject(model, original, AutoTokenizer.from_pretrained(path), options), description
 
 
 if __name__ == "__main__":

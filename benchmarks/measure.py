@@ -74,8 +74,8 @@ class Benchmark:
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
         for form in forms:
             command = [sys.executable, sys.argv[0], "--measure", json.dumps([self.device, form, n, *arguments])]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-            peak = {"form": form, "peak_mb": round(float(done.stdout.split()[-1]), 1)}
+            result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            peak = {"form": form, "peak_mb": round(float(result.stdout.split()[-1]), 1)}
             yield show([{**self.common, "case": case, "n": n, "causal": causal, "pass": which, **peak}])
 
 
@@ -107,19 +107,19 @@ def main(
     benchmark = Benchmark(description, sections, lengths)
     rows: list[dict] = []
     part = "case" if "case" in fields else "model"
-    kept = benchmark.output / f"{file.format(device=benchmark.device)}.csv" if file and benchmark.only else Path()
-    earlier = list(csv.DictReader(kept.open())) if kept.is_file() else []
+    old_file = benchmark.output / f"{file.format(device=benchmark.device)}.csv" if file and benchmark.only else Path()
+    old_rows = list(csv.DictReader(old_file.open())) if old_file.is_file() else []
     for section, measure in sections.items():
         if benchmark.only in (None, section):
             target = file.format(device=benchmark.device) if file else f"{name}-{benchmark.device}-{section}"
-            before, measured = rows if file else [], []
-            for found in measure(benchmark):
-                measured += found
-                others = [row for row in earlier if row[part] not in {str(new[part]) for new in measured}]
-                write([*others, *before, *measured], benchmark.output / f"{target}.csv", fields, quiet=True)
-            rows = [*before, *measured]
+            finished, section_rows = rows if file else [], []
+            for new_rows in measure(benchmark):
+                section_rows += new_rows
+                other_rows = [row for row in old_rows if row[part] not in {str(new[part]) for new in section_rows}]
+                write([*other_rows, *finished, *section_rows], benchmark.output / f"{target}.csv", fields, quiet=True)
+            rows = [*finished, *section_rows]
             print(f"wrote {benchmark.output / f'{target}.csv'}")
-            show_growth(measured)
+            show_growth(section_rows)
 
 
 def make_parser(description: str, choices: Iterable[str], runs: str | None = None) -> ArgumentParser:
@@ -169,8 +169,8 @@ def read_others(file: Path, only: str | None) -> list[dict]:
     """Return the rows of a CSV file that measuring ``only`` one form or case leaves as they are; none without it."""
     if not only or not file.is_file():
         return []
-    with file.open() as before:
-        return [row for row in csv.DictReader(before) if only not in (row["form"], row["case"])]
+    with file.open() as lines:
+        return [row for row in csv.DictReader(lines) if only not in (row["form"], row["case"])]
 
 
 # --------------------------------------------------------------------------------------------------------------- time
@@ -187,9 +187,9 @@ def rounds(forms: dict[str, Call], device: str, seconds: float) -> dict[str, lis
     times: dict[str, list[float]] = {name: [] for name in forms}
     for run in forms.values():
         run()
-    begun = time.perf_counter()
-    for done in range(30):
-        if done >= 3 and time.perf_counter() - begun > seconds:
+    begin_time = time.perf_counter()
+    for number in range(30):
+        if number >= 3 and time.perf_counter() - begin_time > seconds:
             break
         for name, run in forms.items():
             sync(device)
@@ -205,7 +205,7 @@ def percentiles(times: list[float], plain: list[float] | None) -> dict[str, floa
     fields = {"rounds": len(times)}
     names = {"p10_ms": times, "median_ms": times, "p90_ms": times}
     if plain:
-        ratios = [value / other for value, other in zip(times, plain, strict=True)]
+        ratios = [value / baseline for value, baseline in zip(times, plain, strict=True)]
         names |= {"ratio_p10": ratios, "ratio_to_plain": ratios, "ratio_p90": ratios}
     for name, values in names.items():
         cuts = statistics.quantiles(values, n=10, method="inclusive")

@@ -31,7 +31,7 @@ def main() -> None:
     for case in [only] if only in SHAPES else SHAPES:
         build, batch, n, causal = SHAPES[case](False, device, **size)
         with torch.device(device):
-            plain = training_step(build().train(), batch)
+            baseline_step = training_step(build().train(), batch)
         for name in [only] if only in filters else filters:
             try:
                 with torch.device(device):
@@ -39,7 +39,7 @@ def main() -> None:
             except GraphFilterError as error:
                 print(f"{case}: {name} is refused ({error})")
                 continue
-            table += benchmark.time({"plain": plain, name: step}, case, n, causal)[1:]
+            table += benchmark.time({"plain": baseline_step, name: step}, case, n, causal)[1:]
             write(table, file, quiet=True)
 
 

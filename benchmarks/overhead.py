@@ -68,11 +68,11 @@ def time_layers(rounds: int) -> dict[str, float]:
     with torch.inference_mode():
         for number in range(rounds + 5):
             for form, model in models.items():
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 for _ in range(CALLS):
                     model(ids)
                 if number >= 5:
-                    times[form].append((time.perf_counter() - begun) / CALLS / LAYERS * 1e6)
+                    times[form].append((time.perf_counter() - start) / CALLS / LAYERS * 1e6)
     return {form: statistics.median(values) for form, values in times.items()}
 
 
@@ -87,9 +87,9 @@ TORCH_CASES = {
 def time_torch(case: str, rounds: int) -> list[dict]:
     """Time a layer of PyTorch's encoder in evaluation; return a row for each form."""
     width, tokens, batch, calls = TORCH_CASES[case].values()
-    given = {"src": torch.randn(batch, tokens, width)}
+    inputs = {"src": torch.randn(batch, tokens, width)}
     if "padding" in case:
-        given["src_key_padding_mask"] = (torch.arange(tokens) >= tokens // 2).expand(batch, -1)
+        inputs["src_key_padding_mask"] = (torch.arange(tokens) >= tokens // 2).expand(batch, -1)
     models = {}
     for form in ("fast path", "plain", "route", "gfsa"):
         torch.manual_seed(0)
@@ -102,17 +102,17 @@ def time_torch(case: str, rounds: int) -> list[dict]:
         for number in range(rounds + 5):
             for form, model in models.items():
                 torch.backends.mha.set_fastpath_enabled(form != "plain")
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 for _ in range(calls):
-                    model(**given)
+                    model(**inputs)
                 if number >= 5:
-                    times[form].append((time.perf_counter() - begun) / calls / LAYERS * 1e6)
+                    times[form].append((time.perf_counter() - start) / calls / LAYERS * 1e6)
     torch.backends.mha.set_fastpath_enabled(True)
     rows = []
     for form, values in times.items():
         pairs = [*zip(values, times["plain"], times["fast path"], strict=True)]
-        overhead = statistics.median(mine - plain for mine, plain, _ in pairs)
-        ratio = statistics.median(mine / fast for mine, _, fast in pairs)
+        overhead = statistics.median(value - plain for value, plain, _ in pairs)
+        ratio = statistics.median(value / fast for value, _, fast in pairs)
         row = {"case": case, "form": form, "microseconds": round(statistics.median(values), 1), "rounds": rounds}
         rows.append(row | {"overhead": round(overhead, 1), "ratio": round(ratio, 2)})
         print(f"{case:32} {form:9} {row['microseconds']:8.1f} us a layer, {ratio:5.2f} of the fast path")
@@ -130,10 +130,10 @@ def measure_held() -> float:
     config = BertConfig(vocab_size=99, num_hidden_layers=4, max_position_embeddings=512)
     model = patch_model(BertModel(config), "agf").train()
     ids = torch.randint(0, 99, (8, 512))
-    before = storages()
+    initial = storages()
     model(ids).last_hidden_state.square().mean().backward()
     model.zero_grad()
-    return sum(size for pointer, size in storages().items() if pointer not in before) / 2**20
+    return sum(size for pointer, size in storages().items() if pointer not in initial) / 2**20
 
 
 def commit(folder: Path) -> str:
@@ -157,24 +157,24 @@ def main() -> None:
         timed = [stamped | row for case in TORCH_CASES for row in time_torch(case, options.rounds)]
         write(timed, RESULTS / "overhead-torch-cpu.csv", TORCH_FIELDS)
         return
-    here = Path(__file__).parent.parent
-    folders = [options.before, here] if options.before else [here]
+    checkout = Path(__file__).parent.parent
+    folders = [options.before, checkout] if options.before else [checkout]
     packages = {commit(folder): folder for folder in folders}
     medians: dict[str, list[dict[str, float]]] = {name: [] for name in packages}
     for _ in range(5):  # processes differ more than rounds
         for name, folder in packages.items():
             os.environ["PYTHONPATH"] = str(folder)
             command = [sys.executable, __file__, "--inside", "--rounds", str(options.rounds // 5)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            medians[name].append(json.loads(done.stdout.splitlines()[-1]))
+            completed = subprocess.run(command, capture_output=True, text=True, check=True)
+            medians[name].append(json.loads(completed.stdout.splitlines()[-1]))
     common = stamp("cpu", "torch", "transformers")
     rows = []
     for name, processes in medians.items():
         for form in FORMS:
             median = round(statistics.median(p[form] for p in processes), 1)
             overhead = round(statistics.median(p[form] - p["plain"] for p in processes), 1)
-            measured = {"package": name, "form": form, "microseconds": median, "overhead": overhead}
-            rows.append(common | measured | {"rounds": options.rounds})
+            fields = {"package": name, "form": form, "microseconds": median, "overhead": overhead}
+            rows.append(common | fields | {"rounds": options.rounds})
             print(f"{name:7} {form:6} {median:8.1f} us a layer, {overhead:7.1f} over plain")
         megabytes = round(statistics.median(p["held"] for p in processes), 1)
         rows.append(common | {"package": name, "form": "agf, after a training step", "held_mb": megabytes})

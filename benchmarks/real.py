@@ -86,9 +86,9 @@ class TinyImages:
     def accuracy(self, model: nn.Module, count: int = 500) -> float:
         """Of these twenty, on so many images."""
         model.eval()
-        right = [
+        hits = [
             model(x.to(model.device)).logits.cpu()[:, self.classes].argmax(-1)
             == (y[:, None] == self.classes).int().argmax(-1)
             for x, y in self.batches("val", 50, count // 50)
         ]
-        return torch.cat(right).float().mean().item()
+        return torch.cat(hits).float().mean().item()

@@ -54,16 +54,16 @@ KINDS = {"": time_ratios, "peak memory": memory_ratios}
 def ratios(text: str) -> dict[tuple[str, ...], Ratio]:
     """Return those of the rows of a file, by device, case and what is compared."""
     rows = [row for row in csv.DictReader(text.splitlines()) if set(KEY) <= row.keys()]
-    plain = {tuple(row[key] for key in ("device", *KEY[:-1])): row for row in rows if row["form"] == "plain"}
-    found = {}
+    baselines = {tuple(row[key] for key in ("device", *KEY[:-1])): row for row in rows if row["form"] == "plain"}
+    ratio_by_case = {}
     for row in rows:
         place = tuple(row[key] for key in ("device", *KEY[:-1]))
-        if row["form"] == "plain" or place not in plain:
+        if row["form"] == "plain" or place not in baselines:
             continue
-        for kind, read in KINDS.items():
-            if (ratio := read(row, plain[place])) is not None:
-                found[*place, row["form"], kind] = ratio
-    return found
+        for kind, compute_ratio in KINDS.items():
+            if (ratio := compute_ratio(row, baselines[place])) is not None:
+                ratio_by_case[*place, row["form"], kind] = ratio
+    return ratio_by_case
 
 
 def find_worse(before: str, after: str) -> Iterator[tuple[tuple[str, ...], Ratio, Ratio]]:
@@ -103,15 +103,15 @@ def report(before: str | None, after: str | None) -> list[str]:
         names = [name for name in git("ls-tree", "-r", "--name-only", after, folder).split() if name.endswith(".csv")]
     lines = []
     for name in names:
-        earlier = before or last_change(name)
-        texts = read_at(earlier, name) if earlier else None, read_at(after, name)
+        old_commit = before or last_change(name)
+        texts = read_at(old_commit, name) if old_commit else None, read_at(after, name)
         if None in texts:
             continue
-        for (device, case, n, causal, which, form, kind), old, new in find_worse(*texts):
-            described = f"{case}, n = {n}, {'causal, ' if causal == 'True' else ''}{which}, {form} on {device}"
-            described += f", {kind}" * bool(kind)
+        for (device, case, n, causal, pass_name, form, kind), old, new in find_worse(*texts):
+            description = f"{case}, n = {n}, {'causal, ' if causal == 'True' else ''}{pass_name}, {form} on {device}"
+            description += f", {kind}" * bool(kind)
             spreads = (f"{median:g} [{low:.3g}, {high:.3g}]" for low, median, high in (old, new))
-            lines.append(f"{Path(name).stem}: {described}: {' -> '.join(spreads)}")
+            lines.append(f"{Path(name).stem}: {description}: {' -> '.join(spreads)}")
     return lines
 
 

@@ -79,10 +79,10 @@ Text = tuple[str, str, tuple[str, ...]]  # the prompt, its answer, and its parts
 def draw_names(draw: Random, count: int) -> list[str]:
     """Return different names: pairs of words."""
     pairs = len(QUALITIES) * len(THINGS)
-    chosen = draw.sample(range(pairs), count) if count <= pairs else []
-    if not chosen:
+    numbers = draw.sample(range(pairs), count) if count <= pairs else []
+    if not numbers:
         raise ValueError(f"there are {pairs} names, {count} are needed")
-    return [f"{QUALITIES[i // len(THINGS)]}-{THINGS[i % len(THINGS)]}" for i in chosen]
+    return [f"{QUALITIES[i // len(THINGS)]}-{THINGS[i % len(THINGS)]}" for i in numbers]
 
 
 def draw_words(draw: Random, count: int) -> list[str]:
@@ -111,8 +111,8 @@ def insert(lines: list[str], at: Iterable[int], inserted: Iterable[str]) -> str:
 
 
 def ask_number(kind: str, key: str, value: str, text: str) -> Text:
-    begun = f"Some special magic {kind}s are hidden in the following text. Memorize them.\n{text}\n"
-    return f"{begun}What is the special magic {kind} for {key}? The special magic {kind} for {key} is", f" {value}", ()
+    intro = f"Some special magic {kind}s are hidden in the following text. Memorize them.\n{text}\n"
+    return f"{intro}What is the special magic {kind} for {key}? The special magic {kind} for {key} is", f" {value}", ()
 
 
 def say_number(kind: str, key: str, value: str) -> str:
@@ -130,9 +130,9 @@ def niah_multikey_2(draw: Random, count: int) -> Text:
     """Nothing but keys with numbers, one of which is asked for."""
     keys = draw_names(draw, at_least(2, count))
     values = [draw_number(draw, 7) for _ in keys]
-    at = draw.randrange(count)
+    index = draw.randrange(count)
     text = "\n".join(say_number("number", *pair) for pair in zip(keys, values, strict=True))
-    return ask_number("number", keys[at], values[at], text)
+    return ask_number("number", keys[index], values[index], text)
 
 
 def niah_multikey_3(draw: Random, count: int) -> Text:
@@ -151,29 +151,29 @@ def vt(draw: Random, count: int) -> Text:
         name = "".join(draw.choices(string.ascii_uppercase, k=5))
         names += [name] if name not in names else []
     value = draw_number(draw, 5)
-    said = [f"VAR {name} = {what}" for name, what in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)]
-    text = insert([FILLER.strip()] * count, sorted(draw.choices(range(count + 1), k=5)), said)
-    begun = f"Memorize and track the chain of variable assignments in the following text.\n{text}\n"
-    asked = f"Which variables have the value {value}? The 5 variables with the value {value} are:"
-    return begun + asked, " " + " ".join(names), tuple(names)
+    lines = [f"VAR {name} = {term}" for name, term in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)]
+    text = insert([FILLER.strip()] * count, sorted(draw.choices(range(count + 1), k=5)), lines)
+    intro = f"Memorize and track the chain of variable assignments in the following text.\n{text}\n"
+    question = f"Which variables have the value {value}? The 5 variables with the value {value} are:"
+    return intro + question, " " + " ".join(names), tuple(names)
 
 
 def cwe(draw: Random, count: int) -> Text:
     """Make a task of common words: ten of a numbered list stand there up to 30 times, all others a tenth as often."""
-    often = min(30, count * 3 // 40)
-    rarely = max(1, often // 10)
-    if often <= rarely:
+    common_count = min(30, count * 3 // 40)
+    rare_count = max(1, common_count // 10)
+    if common_count <= rare_count:
         raise ValueError(f"a list of {count} words has no common ones")
-    others = -(-(count - 10 * often) // rarely)
-    words = draw_words(draw, 10 + others)
-    listed = [word for word in words[:10] for _ in range(often)]
-    listed += [word for word in words[10:] for _ in range(rarely)][: count - len(listed)]
-    draw.shuffle(listed)
-    text = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
-    begun = f"In the following numbered list of words, some words stand more often than others.\n{text}\n"
-    common = sorted(words[:10], key=listed.index)
-    asked = "What are the 10 most common words in the list? The 10 most common words are:"
-    return begun + asked, " " + " ".join(common), tuple(common)
+    num_rare = -(-(count - 10 * common_count) // rare_count)
+    words = draw_words(draw, 10 + num_rare)
+    entries = [word for word in words[:10] for _ in range(common_count)]
+    entries += [word for word in words[10:] for _ in range(rare_count)][: count - len(entries)]
+    draw.shuffle(entries)
+    text = " ".join(f"{i}. {word}" for i, word in enumerate(entries, 1))
+    intro = f"In the following numbered list of words, some words stand more often than others.\n{text}\n"
+    answers = sorted(words[:10], key=entries.index)
+    question = "What are the 10 most common words in the list? The 10 most common words are:"
+    return intro + question, " " + " ".join(answers), tuple(answers)
 
 
 def fwe(draw: Random, count: int) -> Text:
@@ -186,21 +186,21 @@ def fwe(draw: Random, count: int) -> Text:
     while len(words) < len(counts):
         word = "".join(draw.choices(string.ascii_lowercase, k=6))
         words += [word] if word not in words else []
-    coded = [word for word, times in zip(words, counts, strict=True) for _ in range(times)]
-    draw.shuffle(coded)
-    begun = "Read the following coded text and count how often each coded word appears. The dots are no words.\n"
-    begun += " ".join(coded) + "\n"
-    asked = "What are the three most frequent coded words? The three most frequent coded words are:"
-    return begun + asked, " " + " ".join(words[1:4]), tuple(words[1:4])
+    coded_words = [word for word, times in zip(words, counts, strict=True) for _ in range(times)]
+    draw.shuffle(coded_words)
+    intro = "Read the following coded text and count how often each coded word appears. The dots are no words.\n"
+    intro += " ".join(coded_words) + "\n"
+    question = "What are the three most frequent coded words? The three most frequent coded words are:"
+    return intro + question, " " + " ".join(words[1:4]), tuple(words[1:4])
 
 
 def key_value(draw: Random, count: int) -> Text:
     """Make a task with a dictionary of numbers, one of which is asked for."""
     keys = draw.sample(range(10_000, 100_000), at_least(2, count))
     values = [draw_number(draw, 5) for _ in keys]
-    at = draw.randrange(count)
+    index = draw.randrange(count)
     text = "\n".join(f'"{key}": "{value}",' for key, value in zip(keys, values, strict=True))
-    return f'Extract the value of a key from this JSON object.\n{{\n{text}\n}}\n"{keys[at]}": "', values[at], ()
+    return f'Extract the value of a key from this JSON object.\n{{\n{text}\n}}\n"{keys[index]}": "', values[index], ()
 
 
 TEXTS: dict[str, Callable[[Random, int], Text]] = {
@@ -263,9 +263,9 @@ def make_needle(tokenizer: Any, tokens: int, depth: float, number: int) -> Sampl
 
 
 def hide_key(tokenizer: Any, filler: list[int], key: str, at: int) -> Sample:
-    said = encode(tokenizer, f" The pass key is {key}. Remember it. {key} is the pass key. ")
-    asked = encode(tokenizer, " What is the pass key? The pass key is ")
-    return Sample([*first_ids(tokenizer), *filler[:at], *said, *filler[at:], *asked], encode(tokenizer, key))
+    statement = encode(tokenizer, f" The pass key is {key}. Remember it. {key} is the pass key. ")
+    question = encode(tokenizer, " What is the pass key? The pass key is ")
+    return Sample([*first_ids(tokenizer), *filler[:at], *statement, *filler[at:], *question], encode(tokenizer, key))
 
 
 def fill(tokenizer: Any, tokens: int) -> list[int]:
@@ -310,9 +310,9 @@ def score(model: nn.Module, sample: Sample, tokenizer: Any) -> Score:
     count, answer = len(sample.answer), ids[0, -len(sample.answer) :]
     if sample.answers:  # one pass over the text for both
         outputs = model(input_ids=ids[:, :-count], use_cache=True, **last_logits(model))
-        again = {CACHE: copy.deepcopy(outputs[CACHE])}
-        later = model(input_ids=ids[:, -count:-1], **again, use_cache=True).logits
-        rows = torch.cat([outputs.logits[0, -1:], later[0]]).float()
+        cache = {CACHE: copy.deepcopy(outputs[CACHE])}
+        later_logits = model(input_ids=ids[:, -count:-1], **cache, use_cache=True).logits
+        rows = torch.cat([outputs.logits[0, -1:], later_logits[0]]).float()
         text = tokenizer.decode(go_on(model, outputs, count + count // 2 + 4)[0])
         right = mean(bool(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)) for word in sample.answers)
     else:
@@ -330,11 +330,11 @@ def generate(model: nn.Module, ids: Tensor, tokens: int) -> Tensor:
 
 def go_on(model: nn.Module, outputs: Any, tokens: int) -> Tensor:
     """Return the likeliest tokens after what gave ``outputs``, whose cache takes them in."""
-    chosen = [outputs.logits[:, -1:].argmax(-1)]
+    ids = [outputs.logits[:, -1:].argmax(-1)]
     for _ in range(tokens - 1):
-        outputs = model(input_ids=chosen[-1], **{CACHE: outputs[CACHE]}, use_cache=True)
-        chosen.append(outputs.logits[:, -1:].argmax(-1))
-    return torch.cat(chosen, 1)
+        outputs = model(input_ids=ids[-1], **{CACHE: outputs[CACHE]}, use_cache=True)
+        ids.append(outputs.logits[:, -1:].argmax(-1))
+    return torch.cat(ids, 1)
 
 
 def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
@@ -351,19 +351,19 @@ def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]
 @torch.no_grad()
 def copying(model: nn.Module, tokens: int, count: int = 8) -> float:
     """Share of random tokens that are predicted right where they come a second time."""
-    once = copied_ids(tokens, count, 0, 20000)
-    right = []
-    for ids in torch.cat([once, once], 1).to(model.device).split(2):
+    sequence = copied_ids(tokens, count, 0, 20000)
+    hits = []
+    for ids in torch.cat([sequence, sequence], 1).to(model.device).split(2):
         predicted = model(ids, use_cache=False).logits[:, tokens:-1].argmax(-1)
-        right.append((predicted == ids[:, tokens + 1 :]).float().mean())
-    return torch.stack(right).mean().item()
+        hits.append((predicted == ids[:, tokens + 1 :]).float().mean())
+    return torch.stack(hits).mean().item()
 
 
 def needle(model: nn.Module, tokenizer: Any, tokens: int, count: int = 10) -> float:
     """Share of five-digit keys that are found again after so many tokens of filler, each digit likeliest in turn."""
-    draw, found, filler = Random(0), 0.0, fill(tokenizer, tokens)
+    draw, hits, filler = Random(0), 0.0, fill(tokenizer, tokens)
     for _ in range(count):
         key = draw_number(draw, 5)
         sample = hide_key(tokenizer, filler, key, draw.randrange(0, len(filler) // 2))
-        found += score(model, sample, tokenizer).right
-    return found / count
+        hits += score(model, sample, tokenizer).right
+    return hits / count

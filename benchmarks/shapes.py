@@ -24,10 +24,10 @@ BATCHES = {"cpu": 1, "cuda": 16}
 
 
 def bert(dropout: bool, device: str, **size: int) -> tuple:
-    off = {} if dropout else {"attention_probs_dropout_prob": 0.0}
+    dropout_rates = {} if dropout else {"attention_probs_dropout_prob": 0.0}
     ids = torch.randint(0, 30000, (8 * BATCHES[device], 128), device=device)
     batch = {"input_ids": ids, "labels": torch.zeros(len(ids), dtype=torch.long, device=device)}
-    return lambda: BertForSequenceClassification(BertConfig(**off, **size)), batch, 128, False
+    return lambda: BertForSequenceClassification(BertConfig(**dropout_rates, **size)), batch, 128, False
 
 
 def minilm(dropout: bool, device: str, **size: int) -> tuple:
@@ -49,9 +49,9 @@ def deit_s(dropout: bool, device: str, **size: int) -> tuple:
 
 
 def gpt2(dropout: bool, device: str, **size: int) -> tuple:
-    off = {} if dropout else {"attn_pdrop": 0.0}
+    dropout_rates = {} if dropout else {"attn_pdrop": 0.0}
     ids = torch.randint(0, 50000, (1 * BATCHES[device], 1024), device=device)
-    return lambda: GPT2LMHeadModel(GPT2Config(**off, **size)), {"input_ids": ids, "labels": ids}, 1024, True
+    return lambda: GPT2LMHeadModel(GPT2Config(**dropout_rates, **size)), {"input_ids": ids, "labels": ids}, 1024, True
 
 
 def narrow(
@@ -59,8 +59,8 @@ def narrow(
 ) -> tuple:
     """Return the 12 layers of recipes/configs/language_modeling/deep.yaml, or wider ones."""
     sizes = {"vocab_size": 2048, "n_embd": width, "n_head": heads, "n_positions": tokens, **size}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1 if dropout else 0.0}
-    config = GPT2Config(**sizes, **off, activation_function="gelu_pytorch_tanh")
+    dropout_rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1 if dropout else 0.0}
+    config = GPT2Config(**sizes, **dropout_rates, activation_function="gelu_pytorch_tanh")
     ids = torch.randint(0, 2048, (batch, tokens), device=device)
     return lambda: GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, tokens, True
 

@@ -70,13 +70,13 @@ class RecorderConfig(FilterConfig):
 def record(task: Task, layers: list[int], count: int) -> list[Recorder]:
     """Return the recorders of the layers, after ``count`` texts without padding."""
     model = patch_model(task.model().eval(), "recorder", layers=layers)
-    found = [recorder for _, recorder in filters_of(model)]
-    for recorder in found:
+    recorders = [recorder for _, recorder in filters_of(model)]
+    for recorder in recorders:
         recorder.calls = []
     batches = (b["input_ids"] for b in task.data() if b.get("attention_mask", torch.ones(1)).all())
     for ids, _ in zip(batches, range(count)):  # noqa: B905  # as many texts as are asked for
         model.base_model(ids[:1])
-    return found
+    return recorders
 
 
 def fit(variant: str, recorder: Recorder, seed: int, test: int) -> tuple[float, int]:
@@ -103,8 +103,8 @@ def fit(variant: str, recorder: Recorder, seed: int, test: int) -> tuple[float, 
     random.Random(seed).shuffle(train)
     coefficients = graph_filter.coefficient_names()
     groups = [
-        {"params": [p for n, p in graph_filter.named_parameters() if (n in coefficients) is chosen], "lr": rate}
-        for chosen, rate in ((True, FILTER_LR), (False, LR))
+        {"params": [p for n, p in graph_filter.named_parameters() if (n in coefficients) is is_coefficient], "lr": rate}
+        for is_coefficient, rate in ((True, FILTER_LR), (False, LR))
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     warm = max(1, len(train) // 10)
@@ -116,8 +116,8 @@ def fit(variant: str, recorder: Recorder, seed: int, test: int) -> tuple[float, 
         optimizer.step()
         schedule.step()
     with torch.no_grad():
-        found = fmean(error(call).item() for call in recorder.calls[:test])
-    return found, sum(p.numel() for p in graph_filter.parameters())
+        test_error = fmean(error(call).item() for call in recorder.calls[:test])
+    return test_error, sum(p.numel() for p in graph_filter.parameters())
 
 
 def _refuse(*_: Any) -> Any:
@@ -133,27 +133,27 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / f"single-layers-{options.device}.csv"
-    before: list[dict[str, str]] = []
+    rows: list[dict[str, str]] = []
     if file.is_file():
         with file.open(newline="") as lines:
-            before = list(csv.DictReader(lines))
-    done = {(r["model"], r["variant"], r["seed"]) for r in before if r["steps"] == str(options.train)}
+            rows = list(csv.DictReader(lines))
+    finished = {(r["model"], r["variant"], r["seed"]) for r in rows if r["steps"] == str(options.train)}
     for model, (task, layers) in MODELS.items():
         if options.only not in (None, model):
             continue
-        wanted = [(v, s) for s in range(options.seeds) for v in VARIANTS if (model, v, str(s)) not in done]
+        wanted = [(v, s) for s in range(options.seeds) for v in VARIANTS if (model, v, str(s)) not in finished]
         recorders = record(task(model, options.shared), layers, options.train + options.test) if wanted else []
         for variant, seed in wanted:
             for layer, recorder in zip(layers, recorders, strict=True):
                 error, parameters = fit(variant, recorder, seed, options.test)
                 row = {"model": model, "variant": variant, "seed": seed, "layer": layer, "error": f"{error:.5f}"}
                 row |= {"parameters": parameters, "steps": options.train, **stamp(options.device, "torch")}
-                before.append({key: str(value) for key, value in row.items()})
+                rows.append({key: str(value) for key, value in row.items()})
                 print(model, variant, seed, layer, row["error"], flush=True)
             with file.open("w", newline="") as lines:
                 writer = csv.DictWriter(lines, FIELDS)
                 writer.writeheader()
-                writer.writerows(before)
+                writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ def call(form: str, n: int, features: int, device: str, backward: bool) -> Calla
 def time_scan(benchmark: Benchmark) -> Iterator[list[dict]]:
     for backward, features, n in itertools.product((False, True), FEATURES, benchmark.lengths):
         calls = {form: call(form, n, features, benchmark.device, backward) for form in FORMS}
-        for ours, theirs in zip(calls["blocks"](), calls["plain"](), strict=True):
-            assert (ours - theirs).abs().max() <= 1e-3 * max(1.0, float(theirs.abs().max()))
+        for result, expected in zip(calls["blocks"](), calls["plain"](), strict=True):
+            assert (result - expected).abs().max() <= 1e-3 * max(1.0, float(expected.abs().max()))
         yield benchmark.time(calls, f"{features} features", n, False, PASSES[backward])
 
 

@@ -85,10 +85,10 @@ class Table:
             writer.writerows(self.rows)
 
     def add_report(self, task: str, variant: str, report: object, stage: str = "after transfer") -> None:
-        more = {"steps": report.steps, "seconds": round(report.seconds)}
+        costs = {"steps": report.steps, "seconds": round(report.seconds)}
         if stage == "after transfer":
             self.add(task, variant, "before transfer", "relative error", report.mean_before)
-        self.add(task, variant, stage, "relative error", report.mean_after, **more)
+        self.add(task, variant, stage, "relative error", report.mean_after, **costs)
         for module, error in report.after.items():
             self.add(task, variant, f"{stage}: {module}", "relative error", error)
 
@@ -172,13 +172,13 @@ def mixed(options: argparse.Namespace) -> None:
     batches = [batch for pair in zip(long, itertools.cycle(short[4:]), strict=False) for batch in pair]
     set_seed(0)
     model = patch_model(AutoModel.from_pretrained(source).to(options.device), "agf", **AGF)
-    held = [*long[:4], *short[:4]]
+    held_out = [*long[:4], *short[:4]]
     rates = {"lr": LR, "filter_lr": COEFFICIENT_LR, "progress": False, "eval_every": 100}
     task, variant = "MiniLM-L6", "correction, window 4: windows and snippets"
-    report = transfer_attention(model, batches[8:], steps=options.steps or 800, holdout=held, **rates)
+    report = transfer_attention(model, batches[8:], steps=options.steps or 800, holdout=held_out, **rates)
     table.add_report(task, variant, report)
-    second = {"steps": 0, "end_to_end": "hidden", "end_to_end_steps": 200, "end_to_end_lr": 1e-3}
-    report = transfer_attention(model, batches[8:], holdout=held, **rates, **second)
+    end_to_end = {"steps": 0, "end_to_end": "hidden", "end_to_end_steps": 200, "end_to_end_lr": 1e-3}
+    report = transfer_attention(model, batches[8:], holdout=held_out, **rates, **end_to_end)
     table.add_report(task, variant, report, "end to end")
     save_filter(model, options.runs / "minilm-agf-mixed")
 
@@ -246,9 +246,9 @@ def finetune(options: argparse.Namespace) -> None:
                     optimizer_cls_and_kwargs=None if variant == "original" else filter_optimizer(args),
                 )
                 trainer.remove_callback(transformers.PrinterCallback)
-                begun = time.perf_counter()
+                start_time = time.perf_counter()
                 trainer.train()
-                seconds = round(time.perf_counter() - begun)
+                seconds = round(time.perf_counter() - start_time)
                 if variant == "blend":
                     drop_blend(model)
                 predicted = torch.as_tensor(trainer.predict(test).predictions)
@@ -290,48 +290,48 @@ def causal(
 ) -> None:
     """Perplexity of the original, after each start, after transfer, and of all after fine-tuning."""
 
-    def measured(model: nn.Module, variant: str, stage: str, **more: object) -> None:
+    def add_score(model: nn.Module, variant: str, stage: str, **more: object) -> None:
         table.add(task, variant, stage, "perplexity", perplexity(model, test), **more)
 
-    def transferred(model: nn.Module, variant: str, stage: str, **options: object) -> None:
+    def run_transfer(model: nn.Module, variant: str, stage: str, **options: object) -> None:
         report = transfer_attention(
             model, unlabelled, holdout=4, eval_every=25, filter_lr=COEFFICIENT_LR / 2, progress=False, **options
         )
         table.add_report(task, variant, report, stage)
-        measured(model, variant, stage, steps=report.steps, seconds=round(report.seconds))
+        add_score(model, variant, stage, steps=report.steps, seconds=round(report.seconds))
 
     unlabelled = [{"input_ids": ids} for ids in train]
     for variant in variants:
         set_seed(0)
         model = build()
         if variant == "original":
-            measured(model, variant, "at the start")
+            add_score(model, variant, "at the start")
         else:
             init = {"init": "blend"} if variant == "blend" else {}
             patch_model(model, "agf", **AGF, **init, **selection)
         if variant in ("copy", "blend"):
-            measured(model, variant, "at the start")
+            add_score(model, variant, "at the start")
         if variant == "transfer":
-            transferred(model, variant, "after transfer", steps=transfer_steps, lr=LR / 2)
-            second = {
+            run_transfer(model, variant, "after transfer", steps=transfer_steps, lr=LR / 2)
+            end_to_end = {
                 "steps": 0,
                 "end_to_end": "logits",
                 "end_to_end_steps": transfer_steps // 2,
                 "end_to_end_lr": 1e-3,
             }
-            transferred(model, variant, "after end to end", **second)
+            run_transfer(model, variant, "after end to end", **end_to_end)
         if tune_steps:
             groups = None if variant == "original" else parameter_groups(model, tune_lr, 0.01)
-            begun = time.perf_counter()
+            begin = time.perf_counter()
             if variant == "blend":
-                half, parts = tune_steps // 2, 8
+                blend_steps, parts = tune_steps // 2, 8
                 for part in range(parts):  # the gate rises in steps over the first half
                     set_blend(model, (part + 1) / parts)
-                    fit(model, train[part::parts], half // parts, tune_lr, groups)
-                fit(drop_blend(model), train, tune_steps - half, tune_lr, groups)
+                    fit(model, train[part::parts], blend_steps // parts, tune_lr, groups)
+                fit(drop_blend(model), train, tune_steps - blend_steps, tune_lr, groups)
             else:
                 fit(model, train, tune_steps, tune_lr, groups)
-            measured(model, variant, "fine-tuned", steps=tune_steps, seconds=round(time.perf_counter() - begun))
+            add_score(model, variant, "fine-tuned", steps=tune_steps, seconds=round(time.perf_counter() - begin))
 
 
 def gpt2(options: argparse.Namespace) -> None:
@@ -339,16 +339,16 @@ def gpt2(options: argparse.Namespace) -> None:
     folder = options.shared / "weights" / "gpt2-tokenizer"
     tokenizer = GPT2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
     train, test = (wikitext(options, tokenizer, part, 128, 8) for part in ("train", "test"))
-    trained = options.runs / "gpt2-wikitext-2"
-    if not trained.is_dir():
+    checkpoint = options.runs / "gpt2-wikitext-2"
+    if not checkpoint.is_dir():
         set_seed(0)
         model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_head=4, n_embd=256, n_positions=256)).to(options.device)
         fit(model, train, options.steps or 500, 1e-3)
-        model.save_pretrained(trained)
+        model.save_pretrained(checkpoint)
     causal(
         table,
         "GPT-2, 6 layers, d 256",
-        lambda: GPT2LMHeadModel.from_pretrained(trained).to(options.device),
+        lambda: GPT2LMHeadModel.from_pretrained(checkpoint).to(options.device),
         train,
         test[:20],
         transfer_steps=100,
@@ -414,8 +414,8 @@ def deit(options: argparse.Namespace) -> None:
             progress=False,
         )
         table.add_report("DeiT-Tiny", variant, report)
-        more = {"steps": report.steps, "seconds": round(report.seconds)}
-        table.add("DeiT-Tiny", variant, "after transfer", "accuracy", images.accuracy(model), **more)
+        costs = {"steps": report.steps, "seconds": round(report.seconds)}
+        table.add("DeiT-Tiny", variant, "after transfer", "accuracy", images.accuracy(model), **costs)
 
 
 SECTIONS = {f.__name__: f for f in (minilm, singular, mixed, finetune, gpt2, smollm2, deit)}

@@ -35,11 +35,11 @@ FIELDS = [
 
 def gflops(model: nn.Module) -> float:
     """Of one image, counting a multiplication and an addition as one operation, as the papers do."""
-    still = copy.deepcopy(model).eval().requires_grad_(False)
-    for coefficient in filter_parameters(still):
+    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    for coefficient in filter_parameters(frozen):
         coefficient.fill_(0.1)  # one that is fixed at 0 costs nothing
     with FlopCounterMode(display=False) as counter:
-        still(torch.zeros(1, 3, 224, 224, device=next(model.parameters()).device))
+        frozen(torch.zeros(1, 3, 224, 224, device=next(model.parameters()).device))
     return counter.get_total_flops() / 2e9
 
 
@@ -73,15 +73,15 @@ def time_model(benchmark: Benchmark, title: str) -> Iterator[list[dict]]:
     patch_model(models["gfsa"], "gfsa", K=K)
     common = stamp(benchmark.device, "torch", "timm")
     flops = {form: gflops(model) for form, model in models.items()}
-    for batch, which in itertools.product(benchmark.lengths, ("inference", "training")):
+    for batch, pass_name in itertools.product(benchmark.lengths, ("inference", "training")):
         images = torch.randn(batch, 3, 224, 224, device=benchmark.device)
-        calls = {form: steps(model, images, which == "training") for form, model in models.items()}
+        calls = {form: steps(model, images, pass_name == "training") for form, model in models.items()}
         times = rounds(calls, benchmark.device, benchmark.seconds)
         for form, values in times.items():
             median = statistics.median(values)
-            ratios = [plain / value for plain, value in zip(times["plain"], values, strict=True)]
+            ratios = [baseline / value for baseline, value in zip(times["plain"], values, strict=True)]
             row = {
-                **{"model": title, "K": K if form == "gfsa" else "", "pass": which, "form": form, "batch": batch},
+                **{"model": title, "K": K if form == "gfsa" else "", "pass": pass_name, "form": form, "batch": batch},
                 "median_ms": round(median, 1),
                 "images_per_s": round(batch / median * 1e3, 2),
                 "ratio_to_plain": round(statistics.median(ratios), 3),

@@ -49,16 +49,16 @@ def sequences(folder: Path) -> dict[str, list[dict[str, Any]]]:
         parts[part] = []
         for number in range(count):
             speaker = draw.choice(speakers)
-            own = [f for f in files if f.stem.split("_")[1] == speaker and int(f.stem.split("_")[2]) in numbers]
-            said = draw.choices(own, k=draw.randint(20, 32))
-            text = " ".join(DIGITS[int(file.stem[0])] for file in said)
-            parts[part].append({"audio": [*map(str, said)], "name": str(number), "text": text})
+            clips = [f for f in files if f.stem.split("_")[1] == speaker and int(f.stem.split("_")[2]) in numbers]
+            recordings = draw.choices(clips, k=draw.randint(20, 32))
+            text = " ".join(DIGITS[int(file.stem[0])] for file in recordings)
+            parts[part].append({"audio": [*map(str, recordings)], "name": str(number), "text": text})
     return parts
 
 
 def in_words(text: str) -> str:
     """Return a transcript with its digits as words, without punctuation."""
-    return normalize(re.sub(r"\d", lambda found: f" {DIGITS[int(found[0])]} ", text), "words")
+    return normalize(re.sub(r"\d", lambda match: f" {DIGITS[int(match[0])]} ", text), "words")
 
 
 @torch.no_grad()
@@ -67,20 +67,20 @@ def transcribe(model: Any, tokenizer: Any, collate: SpeechBatches, rows: Any) ->
     texts: list[str] = []
     for begin in range(0, len(rows), 4):
         batch = collate([rows[i] for i in range(begin, min(begin + 4, len(rows)))])
-        written = model.generate(input_features=batch["input_features"], max_length=LONGEST)
-        texts += map(in_words, tokenizer.batch_decode(written, skip_special_tokens=True))
+        ids = model.generate(input_features=batch["input_features"], max_length=LONGEST)
+        texts += map(in_words, tokenizer.batch_decode(ids, skip_special_tokens=True))
     return texts
 
 
 @torch.no_grad()
 def encoder_seconds(model: Any) -> float:
     """Return the median CPU time of a pass over 30 seconds."""
-    features, taken = torch.randn(1, model.config.num_mel_bins, 3000), []
+    features, seconds = torch.randn(1, model.config.num_mel_bins, 3000), []
     for _ in range(6):
-        begun = time.process_time()
+        start = time.process_time()
         model.model.encoder(features)
-        taken.append(time.process_time() - begun)
-    return median(taken[1:])
+        seconds.append(time.process_time() - start)
+    return median(seconds[1:])
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ class SequenceModel(PreTrainedModel):
 
     def post_init(self):
         super().post_init()
-        self._leave_out()
+        self._freeze_unused_embeddings()
 
     @classmethod
     def from_config(cls, config):
@@ -83,14 +83,14 @@ class SequenceModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        model._leave_out()  # what the checkpoint of an encoder without a head has there
+        model._freeze_unused_embeddings()  # what the checkpoint of an encoder without a head has there
         if "gru.weight_ih_l0" in info["missing_keys"]:
             model.gru.reset_parameters()  # transformers leaves them undefined
         if "mean" in info["missing_keys"]:
             model.normalise_by(torch.zeros(model.channels), torch.ones(model.channels))
         return (model, info) if output_loading_info else model
 
-    def _leave_out(self):
+    def _freeze_unused_embeddings(self):
         """No learned positions where others take their place, and no tokens where there are series."""
         if self.positions is not None:
             table = learned_positions(self.base_model).requires_grad_(False)
@@ -113,7 +113,7 @@ class SequenceModel(PreTrainedModel):
         if self.positions in ("gru", "sinusoidal"):
             if inputs_embeds is None:
                 inputs_embeds, input_ids = self.get_input_embeddings()(input_ids), None
-            inputs_embeds = inputs_embeds + self._places(inputs_embeds, mask).to(inputs_embeds.dtype)
+            inputs_embeds = inputs_embeds + self._embed_positions(inputs_embeds, mask).to(inputs_embeds.dtype)
         tokens = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
         if (multiple := getattr(self.config, "padded_to", 1)) > 1:
             input_ids, mask, inputs_embeds = pad_inputs(-tokens % multiple, input_ids, mask, inputs_embeds)
@@ -122,7 +122,7 @@ class SequenceModel(PreTrainedModel):
         out = self.base_model(input_ids=input_ids, attention_mask=mask, inputs_embeds=inputs_embeds)
         return out.last_hidden_state[:, :tokens]
 
-    def _places(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
+    def _embed_positions(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
         if self.positions == "gru":
             return recurrent(self.gru, embeds, None if mask is None else mask.bool())
         return sinusoidal(torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0), embeds.shape[2])
@@ -130,8 +130,8 @@ class SequenceModel(PreTrainedModel):
 
 def pad_inputs(missing: int, input_ids: Tensor | None, mask: Tensor | None, inputs_embeds: Tensor | None):
     """Return the inputs with so many more tokens that the mask hides, for an encoder that takes some lengths only."""
-    given = input_ids if inputs_embeds is None else inputs_embeds
-    mask = torch.ones(given.shape[:2], dtype=torch.long, device=given.device) if mask is None else mask
+    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    mask = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device) if mask is None else mask
     if inputs_embeds is not None:
         return input_ids, pad(mask, (0, missing)), pad(inputs_embeds, (0, 0, 0, missing))
     return pad(input_ids, (0, missing)), pad(mask, (0, missing)), None
@@ -242,10 +242,10 @@ class Denoiser(SequenceModel):
     def forward(
         self, input_ids=None, attention_mask=None, inputs_embeds=None, labels=None, hidden_steps=None
     ) -> MaskedLMOutput:
-        shown = inputs_embeds
+        embeds = inputs_embeds
         if self.channels:
-            shown = torch.where(hidden_steps.unsqueeze(-1), self.mean, inputs_embeds)
-        logits = self.restore(self.encode(input_ids, attention_mask, shown))
+            embeds = torch.where(hidden_steps.unsqueeze(-1), self.mean, inputs_embeds)
+        logits = self.restore(self.encode(input_ids, attention_mask, embeds))
         if self.channels:
             loss = mse_loss(logits.float()[hidden_steps], self.normalise(inputs_embeds)[hidden_steps])
         else:

@@ -91,7 +91,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     if options.fresh:
         with lock(Path(f"{file}.lock"), *root.rglob(".lock"), work="making this comparison"):
             move_aside([file, file.with_suffix(".png"), root], console)
-    about = {
+    metadata = {
         "name": file.stem,
         **compared,
         "metric": recipe.metric(values["task"], bool(values.get("held_out"))),
@@ -104,10 +104,10 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             variants = content.get("variants", {}) | chosen  # what earlier commands ran stays in view
             runs_of_all = [*content["runs"], *new]
             order = [*dict.fromkeys([*variants, *(run["variant"] for run in runs_of_all)])]
-            known = {(run["seed"], order.index(run["variant"])): run for run in runs_of_all}
-            content["runs"] = [known[run] for run in sorted(known)]  # written also if the next line raises
+            unique_runs = {(run["seed"], order.index(run["variant"])): run for run in runs_of_all}
+            content["runs"] = [unique_runs[run] for run in sorted(unique_runs)]  # written also if the next line raises
             check_settings(settings, resolved, content, file)
-            content |= {**about, "variants": variants}
+            content |= {**metadata, "variants": variants}
             content["model"] = options.model_name or content.get("model") or Path(values["model"]).name
             content["summary"] = summarise(content)
         return content
@@ -127,14 +127,14 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         for seed, variant in missing:
             tell(console, f"{name_variant(variant)}, seed {seed}")
             folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
-            began = time.monotonic()
+            start_time = time.monotonic()
             try:
                 record = runs.run_seed(settings, resolved[variant], seed, folder, console)
             except LockedError:
                 if os.environ.get("WORLD_SIZE", "1") != "1":
                     raise  # only the first process knows of it
                 continue
-            seconds.append(time.monotonic() - began)
+            seconds.append(time.monotonic() - start_time)
             content = add({"variant": variant, **record})
             tell(console, say_progress(seconds, len(list_missing(wanted, content))))
         if missing := list_missing(wanted, content):
@@ -149,13 +149,13 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             plot_sweep(content, figure, chosen)
         else:
             plot_differences(content, figure)
-        for what, path in {"results": file, "figure": figure, "runs": root}.items():
-            tell(console, f"{what}: {path}")
+        for label, path in {"results": file, "figure": figure, "runs": root}.items():
+            tell(console, f"{label}: {path}")
         if other:
-            drawn, differing = compare_results(settings, content, other)
+            comparison, differing = compare_results(settings, content, other)
             old = other["runs"][0]
             tell(console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})")
-            console.print(drawn)
+            console.print(comparison)
             tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
 
 
@@ -181,9 +181,9 @@ def say_progress(seconds: list[float], left: int) -> str:
 def show(content: dict[str, Any], console: Console) -> None:
     """Print the summary, in short."""
     header, rows = summary_rows(content)
-    shown = [header.index(name) for name in (*header[:3], "filter moved")]
-    narrow = [[row[i] for i in shown] for row in (header, *rows)]
-    console.print(table(narrow[0], narrow[1:], title=f"{content['model']} on {content['task']}"))
+    columns = [header.index(name) for name in (*header[:3], "filter moved")]
+    cells = [[row[i] for i in columns] for row in (header, *rows)]
+    console.print(table(cells[0], cells[1:], title=f"{content['model']} on {content['task']}"))
     for variant, summary in content["summary"].items():
         if "difference" in summary:
             tell(console, f"{variant} - baseline, {content['metric']}: {as_comparison(summary['difference'])}")
@@ -211,21 +211,21 @@ def main(argv: list[str] | None = None) -> None:
     runs.silence_libraries()
     argv = sys.argv[1:] if argv is None else argv
     console = Console(quiet=not is_main_process())
-    again = "this command without --fresh" if "--fresh" in argv else "the same command"
-    with one_line_errors("compare.py", again):
-        count, asked, argv = jobs.split_flags(argv)
+    resume_command = "this command without --fresh" if "--fresh" in argv else "the same command"
+    with one_line_errors("compare.py", resume_command):
+        count, slurm_options, argv = jobs.split_flags(argv)
         if count is not None:
-            jobs.submit(count, asked, argv, console)
+            jobs.submit(count, slurm_options, argv, console)
             return
         if argv[:1] == ["league"]:
             play.main(argv[1:], console)
         elif argv[:1] == ["table"]:
             paper_table.main(argv[1:], compare, console)
         else:
-            options, rest = arguments().parse_known_args(argv)
+            options, recipe_argv = arguments().parse_known_args(argv)
             if options.recipe == "imagenet":
                 check_extras("vision")
-            compare(importlib.import_module(f"recipes.{SCRIPTS[options.recipe]}").RECIPE, rest, options, console)
+            compare(importlib.import_module(f"recipes.{SCRIPTS[options.recipe]}").RECIPE, recipe_argv, options, console)
 
 
 if __name__ == "__main__":

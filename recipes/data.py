@@ -187,8 +187,8 @@ def load_from_hub(
     """Return the parts of a data set of the Hub with these columns, as in ``make_table``."""
     data = load_dataset(name, config, **options)
     chosen = choose(columns, next(iter(data.values())).column_names, name)
-    renamed = {official: name for name, official in chosen.items() if official != name}
-    return {part: rows.select_columns([*chosen.values()]).rename_columns(renamed) for part, rows in data.items()}
+    new_names = {official: name for name, official in chosen.items() if official != name}
+    return {part: rows.select_columns([*chosen.values()]).rename_columns(new_names) for part, rows in data.items()}
 
 
 def iterate_texts(data: Dataset) -> Iterator[str]:
@@ -226,21 +226,21 @@ def split_holdout(rows: int, share: float) -> tuple[list[int], list[int]]:
 def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
     """Return the texts in all columns but ``label`` as tokens, together."""
     texts = [name for name in data["train"].column_names if name != "label"]
-    if max_length <= (around := tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)):
-        raise GraphFilterError(f"--max_length {max_length}: the tokenizer alone adds {around} tokens to each row")
+    if max_length <= (num_special := tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)):
+        raise GraphFilterError(f"--max_length {max_length}: the tokenizer alone adds {num_special} tokens to each row")
 
-    def tokens(batch: dict[str, list[str]]) -> Any:
+    def tokenize(batch: dict[str, list[str]]) -> Any:
         return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
 
-    return report_truncation(data.map(tokens, batched=True, remove_columns=texts), max_length)
+    return report_truncation(data.map(tokenize, batched=True, remove_columns=texts), max_length)
 
 
 def report_truncation(data: DatasetDict, max_length: int) -> DatasetDict:
     """Print how many of the training texts are cut, and return ``data``."""
     train = data["train"]
     columns = (train[name] for name in TOKENS if name in train.column_names)
-    full = sum(any(len(ids) >= max_length for ids in row) for row in zip(*columns, strict=True))
-    if full and is_main_process():
-        share = f"{full:,} of {len(train):,} training texts have {max_length} tokens or more"
+    num_long = sum(any(len(ids) >= max_length for ids in row) for row in zip(*columns, strict=True))
+    if num_long and is_main_process():
+        share = f"{num_long:,} of {len(train):,} training texts have {max_length} tokens or more"
         print(f"{share}: what is beyond --max_length {max_length} is cut", file=sys.stderr)
     return data

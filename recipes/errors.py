@@ -39,18 +39,18 @@ def mark_refusals() -> Iterator[None]:
 @contextmanager
 def one_line_errors(program: str, command: str = "the same command") -> Iterator[None]:
     """Turn user mistakes and what the machine refuses into one line on stderr, exit code 1; 130 when interrupted."""
-    again = f"; finished seeds and checkpoints are kept: run {command} again to resume"
+    resume = f"; finished seeds and checkpoints are kept: run {command} again to resume"
     try:
         yield
     except (GraphFilterError, SafetensorError, *NETWORK_ERRORS) as error:
-        hint = again if isinstance(error, SafetensorError) or getattr(error, "errno", None) in (27, 28, 122) else ""
+        hint = resume if isinstance(error, SafetensorError) or getattr(error, "errno", None) in (27, 28, 122) else ""
         code, message = 1, line(error) + hint
     except RuntimeError as error:
         if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
             raise
-        code, message = 1, f"cannot write a checkpoint ({line(error)})" + again
+        code, message = 1, f"cannot write a checkpoint ({line(error)})" + resume
     except KeyboardInterrupt:
-        code, message = 130, "interrupted" + again
+        code, message = 130, "interrupted" + resume
     else:
         return
     print(f"{program}: {message}", file=sys.stderr)

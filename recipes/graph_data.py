@@ -84,19 +84,19 @@ def load(args: Any, config: Callable[..., GraphormerConfig]) -> tuple[dict[str, 
         raise GraphFilterError(f"--task {args.task} needs --target, the column to predict; several by commas")
     settings = (args.task, args.data, args.target or task.target, args.split or task.split, args.bad_graphs)
     fields = dict(task.fields)
-    structure = {**fields, **({} if "node_feature_sizes" in fields else _sizes(settings))}
-    made = config(**{k: v for k, v in structure.items() if k in STRUCTURE})
-    parts, split = _prepare(settings, json.dumps({k: getattr(made, k) for k in STRUCTURE}))
+    structure = {**fields, **({} if "node_feature_sizes" in fields else _find_feature_sizes(settings))}
+    graph_config = config(**{k: v for k, v in structure.items() if k in STRUCTURE})
+    parts, split = _prepare(settings, json.dumps({k: getattr(graph_config, k) for k in STRUCTURE}))
     return dict(parts), structure, split
 
 
 @lru_cache(maxsize=1)
-def _sizes(settings: tuple[str, ...]) -> dict[str, list[int]]:
+def _find_feature_sizes(settings: tuple[str, ...]) -> dict[str, list[int]]:
     """Return the sizes of the features of graphs in JSON lines; those of molecules are the config's own."""
     if settings[0] not in ("graphs", "graph-classes"):
         return {}
     sizes = {}
-    rows = [row for part in _raw(settings)[0].values() for row in part()]
+    rows = [row for part in _find_parts(settings)[0].values() for row in part()]
     for name in ("node_features", "edge_features"):
         tables = [table for row in rows if (table := _read_features(row, name)).size]
         tables = [table[:, None] if table.ndim == 1 else table for table in tables]
@@ -118,13 +118,13 @@ def _read_features(row: Any, name: str) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _prepare(settings: tuple[str, ...], structure: str) -> tuple[dict[str, GraphDataset], str]:
     """Return the graphs with their paths, found once and kept beside the other caches of ``datasets``."""
-    raw, split, files = _raw(settings)
+    readers, split, files = _find_parts(settings)
     marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = hashlib.sha256(repr((FORMAT, settings, structure, marks, split)).encode()).hexdigest()[:16]
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_graphfilter"
     folder.mkdir(parents=True, exist_ok=True)
     parts = {}
-    for part, rows in raw.items():
+    for part, rows in readers.items():
         cached = folder / f"{settings[0]}-{part}-{key}.safetensors"
         if cached.is_file():
             parts[part] = GraphDataset.load(cached)
@@ -144,17 +144,17 @@ def _prepare(settings: tuple[str, ...], structure: str) -> tuple[dict[str, Graph
 Rows = Callable[[], Iterable[Any]]
 
 
-def _raw(settings: tuple[str, ...]) -> tuple[dict[str, Rows], str, list[Path]]:
+def _find_parts(settings: tuple[str, ...]) -> tuple[dict[str, Rows], str, list[Path]]:
     """Return (what yields the graphs of each part, how they were split, the files)."""
     name, data, target, split, bad_graphs = settings
     task = TASKS[name]
     if data is None:
         if task.hub is None:
-            what = "the folder of zinc12k_graphs.npz" if name == "zinc" else "a table or a folder of graphs"
+            expected = "the folder of zinc12k_graphs.npz" if name == "zinc" else "a table or a folder of graphs"
             source = f"; it is at {task.page}" * bool(task.page)
-            raise GraphFilterError(f"--task {name} needs --data, {what}{source}")
+            raise GraphFilterError(f"--task {name} needs --data, {expected}{source}")
         parts = load_from_hub(task.hub, SPELLINGS)
-        return {k: parts[v].__iter__ for k, v in _names(parts).items()}, "official", []
+        return {k: parts[v].__iter__ for k, v in _name_parts(parts).items()}, "official", []
     if task.hub is not None:
         raise GraphFilterError(f"--task {name} is read from the Hub: leave out --data")
     root = Path(data)
@@ -165,11 +165,11 @@ def _raw(settings: tuple[str, ...]) -> tuple[dict[str, Rows], str, list[Path]]:
         files = {part: first_file(root, [f"{v}.jsonl", f"{part}.jsonl"]) for part, v in FILES.items()}
         return {part: (lambda f=f: read_rows(f)) for part, f in files.items()}, "given", [*files.values()]
     file = root if root.is_file() else first_file(root, list(task.files) or [f"{root.name}.csv"])
-    parts, how = read_molecules(file, target, split, task.ranges, bad_graphs == "error")
-    return parts, how, [file]
+    parts, split_name = read_molecules(file, target, split, task.ranges, bad_graphs == "error")
+    return parts, split_name, [file]
 
 
-def _names(parts: Iterable[str]) -> dict[str, str]:
+def _name_parts(parts: Iterable[str]) -> dict[str, str]:
     return {"train": "train", "validation": "validation" if "validation" in parts else "val", "test": "test"}
 
 

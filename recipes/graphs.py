@@ -48,9 +48,9 @@ def run(args, training):
     # Graphs of similar size are evaluated together: a batch is padded to its largest.
     data = {k: v if k == "train" else v.select(np.argsort(v.sizes, kind="stable")) for k, v in data.items()}
     targets = data["train"].labels
-    called = args.target.split(",") if args.target else [f"target {i + 1}" for i in range(targets.shape[1])]
-    if (without := np.isnan(targets).all(0)).any():
-        raise GraphFilterError(f"{called[int(without.argmax())]} has no number in the training part")
+    target_names = args.target.split(",") if args.target else [f"target {i + 1}" for i in range(targets.shape[1])]
+    if (is_missing := np.isnan(targets).all(0)).any():
+        raise GraphFilterError(f"{target_names[int(is_missing.argmax())]} has no number in the training part")
     fields["num_labels"] = targets.shape[1]
     config = make_config(**fields)
     standardize = TASKS[args.task].standardize if args.standardize is None else args.standardize
@@ -61,11 +61,11 @@ def run(args, training):
     model = GraphormerForGraphPrediction(config)
     patch(args, model)
     names = MEASURES.get(config.problem_type, ("roc_auc",))
-    apart = called if "mae" in names and len(called) > 1 else ()
+    reported = target_names if "mae" in names and len(target_names) > 1 else ()
     for part in sorted({*data} - {"train"}) if "roc_auc" in names else ():
         if not any(len(np.unique(column[np.isfinite(column)])) > 1 for column in data[part].labels.T):
             note(f"the {part} part has graphs of one class only, and so no ROC-AUC")
-    options = {"data_collator": GraphCollator(config), "compute_metrics": partial(score, names, apart=apart)}
+    options = {"data_collator": GraphCollator(config), "compute_metrics": partial(score, names, apart=reported)}
     options["trainer_class"] = GraphTrainer
     outcome = fit(args, training, model, None, data, **options)
     rows = {part: len(graphs) for part, graphs in data.items()}
@@ -80,8 +80,8 @@ class GraphTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(dataset)
-        together = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        return LengthGroupedSampler(together, lengths=dataset.sizes.tolist())
+        rows_per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedSampler(rows_per_step, lengths=dataset.sizes.tolist())
 
     def _get_eval_sampler(self, eval_dataset):
         return SequentialSampler(eval_dataset)
@@ -94,17 +94,17 @@ def score(names, prediction, apart=()):
     is left out. Those of a diverged model, which predicts no numbers, have no score.
     """
     columns = list(zip(np.atleast_2d(prediction.predictions).T, np.atleast_2d(prediction.label_ids).T, strict=True))
-    scores, of_targets = [], {}
+    scores, by_target = [], {}
     for number, (predicted, labels) in enumerate(columns):
-        known = np.isfinite(labels)
-        if not np.isfinite(predicted[known]).all():
+        is_labelled = np.isfinite(labels)
+        if not np.isfinite(predicted[is_labelled]).all():
             return dict.fromkeys(names, np.nan)
-        if len(np.unique(labels[known])) >= (2 if "roc_auc" in names else 1):
-            scores.append(metrics.score(names, predicted[known], labels[known]))
+        if len(np.unique(labels[is_labelled])) >= (2 if "roc_auc" in names else 1):
+            scores.append(metrics.score(names, predicted[is_labelled], labels[is_labelled]))
             if apart:
-                of_targets |= {f"{apart[number]}_{name}".replace(" ", "_"): value for name, value in scores[-1].items()}
-    means = {name: float(np.mean([of_target[name] for of_target in scores])) if scores else np.nan for name in names}
-    return means | of_targets
+                by_target |= {f"{apart[number]}_{name}".replace(" ", "_"): value for name, value in scores[-1].items()}
+    means = {name: float(np.mean([values[name] for values in scores])) if scores else np.nan for name in names}
+    return means | by_target
 
 
 def check(args, training):

@@ -37,16 +37,16 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
         folder: the folder below ``data`` that may hold the task.
     """
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
-    chosen = {k: v for k, v in settings.items() if k not in INCIDENTAL and k != "seed"}
-    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and ROWS in chosen:
-        chosen[ROWS] *= processes
+    result = {k: v for k, v in settings.items() if k not in INCIDENTAL and k != "seed"}
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and ROWS in result:
+        result[ROWS] *= processes
     marks = {}
     for name in MODELS:
         if name in settings and os.path.exists(settings[name]):
-            chosen[name] = Path(settings[name]).name
+            result[name] = Path(settings[name]).name
             marks[name] = hash_files(str(settings[name]), model=True)
     if settings.get("eval_strategy") == "steps" and not settings.get("eval_steps"):
-        chosen["eval_steps"] = settings.get("logging_steps")  # which the Trainer takes instead: it decides what is best
+        result["eval_steps"] = settings.get("logging_steps")  # which the Trainer takes instead: it decides what is best
     if code := [str(path) for path in settings.get("import") or () if os.path.isfile(path)]:
         marks["import"] = " ".join(map(hash_files, code))
     if "data" not in settings:
@@ -57,17 +57,17 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
         if tables := hash_tables(str(data)):
             marks["tables"] = tables
         if settings.get("task") in OWN_DATA:
-            chosen["data"] = hash_sizes(str(settings["data"]))
-    return {**chosen, MARKS: marks} if marks else chosen
+            result["data"] = hash_sizes(str(settings["data"]))
+    return {**result, MARKS: marks} if marks else result
 
 
 def list_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Return the names of what differs between two identities; earlier ones had no marks to compare."""
-    marks, others = a.get(MARKS, {}), b.get(MARKS, {})
+    marks, other_marks = a.get(MARKS, {}), b.get(MARKS, {})
     ignored = INCIDENTAL - {"data"} if "data" in a and "data" in b else INCIDENTAL
     ignored = ignored | (OF_FILTERS if a.get("filter") == b.get("filter") == "none" else set())
     settings = {k for k in {*a, *b} - ignored - {MARKS} if a.get(k) != b.get(k)}
-    return sorted(settings | {f"the files of {k}" for k in {*marks} & {*others} if marks[k] != others[k]})
+    return sorted(settings | {f"the files of {k}" for k in {*marks} & {*other_marks} if marks[k] != other_marks[k]})
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def list_files(root: Path) -> list[Path]:
     if not root.is_dir():
         return [root] if root.is_file() else []
     return sorted(
-        f for at, _, names in os.walk(root, followlinks=True) for name in names if (f := Path(at, name)).is_file()
+        f for path, _, names in os.walk(root, followlinks=True) for name in names if (f := Path(path, name)).is_file()
     )
 
 

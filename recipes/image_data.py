@@ -79,13 +79,13 @@ class Images(ImageDataset):
 
 def check(args: ImageArguments) -> None:
     """Raise for settings that cannot be, before any data is read."""
-    for name, known in CHOICES.items():
-        if (value := getattr(args, name)) not in known:
-            raise GraphFilterError(f"--{name} {value!r}: it is one of {', '.join(known)}")
+    for name, choices in CHOICES.items():
+        if (value := getattr(args, name)) not in choices:
+            raise GraphFilterError(f"--{name} {value!r}: it is one of {', '.join(choices)}")
     for name, (least, most) in RANGES.items():
         if (value := getattr(args, name)) is not None and not least <= value <= most:
-            least_of = "above 0" if least == SMALLEST else f"at least {least:g}"
-            limits = least_of if most == math.inf else f"from {least:g} to {most:g}"
+            lower_bound = "above 0" if least == SMALLEST else f"at least {least:g}"
+            limits = lower_bound if most == math.inf else f"from {least:g} to {most:g}"
             raise GraphFilterError(f"--{name} {value:g}: a number {limits} is needed")
 
 
@@ -111,10 +111,10 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
     if not train.is_dir() or val is None:
         files = ", ".join(sorted(p.name for p in root.iterdir())[:12])
         raise GraphFilterError(f"--data: {root} needs folders train and val (or validation, test); it holds: {files}")
-    classes, others = (sorted(p.name for p in folder.iterdir() if p.is_dir()) for folder in (train, val))
-    if odd := sorted(set(classes) ^ set(others)):
+    classes, val_classes = (sorted(p.name for p in folder.iterdir() if p.is_dir()) for folder in (train, val))
+    if unmatched := sorted(set(classes) ^ set(val_classes)):
         raise GraphFilterError(
-            f"--data: {train} has {len(classes)} classes, {val} {len(others)}; {odd[0]} is in one only"
+            f"--data: {train} has {len(classes)} classes, {val} {len(val_classes)}; {unmatched[0]} is in one only"
         )
     if not classes:
         raise GraphFilterError(f"--data: {train} holds no class folders")
@@ -126,9 +126,9 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
     for folder, images in zip((train, val), parts, strict=True):
         if empty := sorted({*range(len(classes))} - {target for _, target in images.reader.samples}):
             raise GraphFilterError(f"--data: {folder / classes[empty[0]]} holds no images")
-        names = (name for _, _, found in os.walk(folder, followlinks=True) for name in found)
-        if others := sum(name.lower().endswith(FORMATS) for name in names) - len(images):
-            note(f"{folder}: {others} images lie in no class folder, or in folders below one, and are left out")
+        names = (name for _, _, file_names in os.walk(folder, followlinks=True) for name in file_names)
+        if num_ignored := sum(name.lower().endswith(FORMATS) for name in names) - len(images):
+            note(f"{folder}: {num_ignored} images lie in no class folder, or in folders below one, and are left out")
     return *parts, classes
 
 
@@ -140,11 +140,11 @@ class Part(Subset[Any]):
 
 def hold_out(train: Any, share: float) -> tuple[Any, Any]:
     """Return (the rest of the training images, the share of them to evaluate on), each with a transform of its own."""
-    rest, held = split_holdout(len(train), share)
-    other = copy.copy(train)
-    other.evaluated = True
-    train.among, other.among = rest, held
-    return Part(train, rest), Part(other, held)
+    train_indices, held_out_indices = split_holdout(len(train), share)
+    evaluation = copy.copy(train)
+    evaluation.evaluated = True
+    train.among, evaluation.among = train_indices, held_out_indices
+    return Part(train, train_indices), Part(evaluation, held_out_indices)
 
 
 def cut(data: Any, limit: int | None) -> Any:
@@ -170,21 +170,21 @@ def _keep_a_bit(transform: Any) -> None:
     for part in getattr(transform, "transforms", ()):
         for op in itertools.chain(getattr(part, "ops", ()), *getattr(part, "policy", ())):
             if op.name.startswith("Posterize"):
-                op.level_fn = functools.partial(_bits, op.level_fn)
+                op.level_fn = functools.partial(_limit_bits, op.level_fn)
 
 
-def _bits(of: Callable[..., tuple[int]], level: float, params: Any) -> tuple[int]:
-    return (max(1, *of(level, params)),)
+def _limit_bits(level_fn: Callable[..., tuple[int]], level: float, params: Any) -> tuple[int]:
+    return (max(1, *level_fn(level, params)),)
 
 
 def loaders(
     args: ImageArguments, accelerator: Accelerator, config: dict[str, Any], train: Any, val: Any
 ) -> tuple[Any, Any]:
     """Return timm's loaders; the training loop moves the images to the device."""
-    several = accelerator.num_processes > 1
-    both = {name: config[name] for name in ("input_size", "mean", "std")}
-    both |= {"num_workers": args.workers, "use_prefetcher": False}
-    both["pin_memory"] = accelerator.device.type == "cuda"
+    distributed = accelerator.num_processes > 1
+    shared_options = {name: config[name] for name in ("input_size", "mean", "std")}
+    shared_options |= {"num_workers": args.workers, "use_prefetcher": False}
+    shared_options["pin_memory"] = accelerator.device.type == "cuda"
     size = batch_of_device(args, accelerator.num_processes)
     if len(train) < args.batch_size:
         raise GraphFilterError(f"{len(train)} training images are less than a step's: give a smaller --batch_size")
@@ -203,11 +203,11 @@ def loaders(
             color_jitter=args.color_jitter,
             re_prob=args.random_erasing,
             re_mode="pixel",
-            num_aug_repeats=args.repeated_augmentation if several else 0,  # its sampler needs several devices
+            num_aug_repeats=args.repeated_augmentation if distributed else 0,  # its sampler needs several devices
             interpolation=args.interpolation,
-            distributed=several,
+            distributed=distributed,
             persistent_workers=False,  # new ones draw by the epoch's seed, also where a run resumes
-            **both,
+            **shared_options,
         )
     except (AssertionError, KeyError, ValueError) as error:
         raise GraphFilterError(
@@ -215,5 +215,5 @@ def loaders(
         ) from error
     _keep_a_bit(training.dataset.transform)
     crop = {name: config[name] for name in ("crop_pct", "crop_mode", "interpolation") if name in config}
-    both["persistent_workers"] = args.workers > 0
-    return training, create_loader(val, batch_size=args.eval_batch_size, **crop, **both)
+    shared_options["persistent_workers"] = args.workers > 0
+    return training, create_loader(val, batch_size=args.eval_batch_size, **crop, **shared_options)

@@ -22,7 +22,7 @@ INTERPOLATION = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 def build(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     """Return (the model, the same for every filter with the same seed, patched; timm's description of its input)."""
     set_seed(args.seed)
-    make = _of_transformers if is_of_transformers(args.model) else _of_timm
+    make = _build_transformers if is_of_transformers(args.model) else _build_timm
     model, config = make(args, classes)
     patch(args, model)
     return model, config
@@ -33,19 +33,19 @@ def is_of_transformers(name: str) -> bool:
     return Path(name, "config.json").is_file() or ("/" in name and ":" not in name)
 
 
-def _of_timm(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
-    asked = parse_options(args.model_options)
-    if "img_size" in asked:
-        raise GraphFilterError(f"--model_options img_size={asked['img_size']}: use --img_size, the data follow it too")
+def _build_timm(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+    fields = parse_options(args.model_options)
+    if "img_size" in fields:
+        raise GraphFilterError(f"--model_options img_size={fields['img_size']}: use --img_size, the data follow it too")
     options = {"num_classes": len(classes), "drop_path_rate": args.drop_path}
     options |= dict.fromkeys(("pos_drop_rate", "proj_drop_rate"), args.drop) if args.drop else {}
-    options |= ({"img_size": args.img_size} if args.img_size else {}) | asked
+    options |= ({"img_size": args.img_size} if args.img_size else {}) | fields
     try:
         weights = {"pretrained": args.pretrained, "checkpoint_path": args.checkpoint or ""}
         model = timm.create_model(args.model, **weights, **options)
     except (RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
-        near = nearest(args.model, timm.list_models())
-        raise GraphFilterError(f"timm cannot make {args.model}{near} with {options}: {line(error)}") from error
+        hint = nearest(args.model, timm.list_models())
+        raise GraphFilterError(f"timm cannot make {args.model}{hint} with {options}: {line(error)}") from error
     patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
     if args.img_size and any(args.img_size % side for side in patch_size):
         raise GraphFilterError(
@@ -54,7 +54,7 @@ def _of_timm(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[
     return model, resolve_data_config({"img_size": args.img_size}, model=model)
 
 
-def _of_transformers(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+def _build_transformers(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     for name in ("checkpoint", "layer_decay"):
         if getattr(args, name) is not None:
             raise GraphFilterError(f"--{name} is for models of timm; {args.model} is one of transformers")
@@ -85,18 +85,18 @@ def _of_transformers(args: ImageArguments, classes: list[str]) -> tuple[nn.Modul
                 )
         else:
             model = AutoModelForImageClassification.from_config(config)
-    processor = _processor(args.model)
-    seen = {
+    processor = _load_processor(args.model)
+    data_config = {
         "input_size": (3, config.image_size, config.image_size),
         "crop_pct": 1.0,
         "interpolation": INTERPOLATION.get(getattr(processor, "resample", None), "bicubic"),
         "mean": getattr(processor, "image_mean", None),
         "std": getattr(processor, "image_std", None),
     }
-    return model, resolve_data_config(seen)
+    return model, resolve_data_config(data_config)
 
 
-def _processor(source: str) -> Any:
+def _load_processor(source: str) -> Any:
     """Return the image processor of a model, None if it has none."""
     try:
         return AutoImageProcessor.from_pretrained(source)
@@ -111,7 +111,7 @@ def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:
         timm.models.save_for_hf(model, folder, safe_serialization=True, model_args=sizes or None)
         return
     model.save_pretrained(folder)
-    if (processor := _processor(args.model)) is not None:
+    if (processor := _load_processor(args.model)) is not None:
         side = model.config.image_size
         processor.size = {"height": side, "width": side}
         if getattr(processor, "crop_size", None):

@@ -106,16 +106,16 @@ def logits_of(model: Any, images: Tensor) -> Tensor:
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[str, float]:
     """Top-1 and top-5 accuracy, and the cross-entropy."""
     model.eval()
-    measured = []
+    batches = []
     for images, target in loader:
         with accelerator.autocast():
             logits = logits_of(model, images.to(accelerator.device)).float()
         target = target.to(accelerator.device)
-        seen = target >= 0  # an image that cannot be read counts for nothing
+        valid = target >= 0  # an image that cannot be read counts for nothing
         nll = nn.functional.cross_entropy(logits, target.clamp(min=0), reduction="none")
         hits = logits.topk(min(5, logits.shape[1])).indices == target[:, None]
-        measured.append(accelerator.gather_for_metrics(torch.stack([seen, hits[:, 0], hits.any(1), nll], 1).float()))
-    rows = torch.cat(measured).double()
+        batches.append(accelerator.gather_for_metrics(torch.stack([valid, hits[:, 0], hits.any(1), nll], 1).float()))
+    rows = torch.cat(batches).double()
     top1, top5, loss = rows[rows[:, 0] > 0, 1:].mean(0).tolist()
     return {"accuracy": top1, "top5": top5, "loss": loss}
 
@@ -179,13 +179,13 @@ def run(args: ImageArguments) -> dict[str, Any]:
         updates_per_epoch=1,
     )
     blend = BlendSchedule() if has_blend(start) else None
-    plain, (model, optimizer, val) = model, accelerator.prepare(model, optimizer, val)
+    unwrapped, (model, optimizer, val) = model, accelerator.prepare(model, optimizer, val)
     if average is not None:
         average.to(accelerator.device)
-    running = torch.compile(model) if args.compile else model
+    forward_model = torch.compile(model) if args.compile else model
     folder = Path(args.output_dir or "runs/imagenet")
     step = resume(accelerator, folder, average)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
 
     with tqdm(total=total, initial=step, disable=args.disable_tqdm or not accelerator.is_main_process) as bar:
         for epoch in range(step // per_epoch, epochs):
@@ -198,15 +198,15 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 if step >= total or number >= per_epoch * accumulate:
                     break
                 if blend is not None:
-                    set_blend(plain, blend.gate_at(step / total))
+                    set_blend(unwrapped, blend.gate_at(step / total))
                 complete = (number + 1) % accumulate == 0
                 images, target = images.to(accelerator.device), target.to(accelerator.device)
                 if mix is not None:
                     images, target = mix(images, target)
                 with nullcontext() if complete else accelerator.no_sync(model):
-                    asked = collect_penalties(plain) if has_penalties(start) else nullcontext()
-                    with accelerator.autocast(), asked as penalties:
-                        loss = loss_of(logits_of(running, images), target)
+                    collector = collect_penalties(unwrapped) if has_penalties(start) else nullcontext()
+                    with accelerator.autocast(), collector as penalties:
+                        loss = loss_of(logits_of(forward_model, images), target)
                     total_loss = loss + penalties.total() if penalties else loss
                     accelerator.backward(total_loss / accumulate)
                 if not complete:
@@ -218,26 +218,26 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 step += 1
                 schedule.step_update(step)
                 if average is not None:
-                    average.update(plain, step=step)
+                    average.update(unwrapped, step=step)
                 bar.update()
                 if step % args.logging_steps == 0 and args.report_to != "none":
-                    accelerator.log({"loss": loss.item(), **coefficient_values(plain)}, step=step)
+                    accelerator.log({"loss": loss.item(), **coefficient_values(unwrapped)}, step=step)
             if args.save_strategy == "epoch":
                 save_state(accelerator, folder, average, step)
 
-    seconds = time.perf_counter() - begun
-    saved, measured = (plain, model) if average is None else (average.module, average.module)
-    for trained in (plain, saved) if blend is not None else ():
+    seconds = time.perf_counter() - start_time
+    saved_model, evaluated = (unwrapped, model) if average is None else (average.module, average.module)
+    for trained in (unwrapped, saved_model) if blend is not None else ():
         set_blend(trained, blend.gate_at(step / total))  # an average of the gates lags behind
-    metrics = {f"validation/{k}": v for k, v in evaluate(accelerator, measured, val).items()}
+    metrics = {f"validation/{k}": v for k, v in evaluate(accelerator, evaluated, val).items()}
     if average is not None:
         metrics |= {f"validation/last_{k}": v for k, v in evaluate(accelerator, model, val).items()}
     if args.save_strategy != "no" and accelerator.is_main_process:
-        image_models.save(args, saved, folder)
+        image_models.save(args, saved_model, folder)
     accelerator.end_training()
     bad = [getattr(getattr(d, "dataset", d), "bad", None) for d in (train_data, val_data)]
     skipped = {id(n): int(n.sum()) for n in bad if n is not None}  # held out images are counted with the others
-    return {**measure_outcome(plain, start, metrics, seconds, step), "skipped_images": sum(skipped.values())}
+    return {**measure_outcome(unwrapped, start, metrics, seconds, step), "skipped_images": sum(skipped.values())}
 
 
 RECIPE = Recipe(

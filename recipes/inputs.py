@@ -45,7 +45,7 @@ def encode_inputs(data: DatasetDict, tokenizer: Any | None, max_length: int, apa
     columns = data["train"].column_names
     if tokenizer is None:
         data = data.rename_column("series", SERIES)
-        lengths = {part: [len(one) for one in rows[SERIES]] for part, rows in data.items()}  # to be grouped by
+        lengths = {part: [len(row) for row in rows[SERIES]] for part, rows in data.items()}  # to be grouped by
         return DatasetDict({part: rows.add_column("length", lengths[part]) for part, rows in data.items()})
     if "input_ids" in columns:
         return data
@@ -54,11 +54,11 @@ def encode_inputs(data: DatasetDict, tokenizer: Any | None, max_length: int, apa
 
     texts = ["text_a", "text_b"]
 
-    def pairs(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        both = (tokenizer(batch[name], truncation=True, max_length=max_length)["input_ids"] for name in texts)
-        return dict(zip(TOKENS, both, strict=True))
+    def tokenize_pairs(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        ids = (tokenizer(batch[name], truncation=True, max_length=max_length)["input_ids"] for name in texts)
+        return dict(zip(TOKENS, ids, strict=True))
 
-    return report_truncation(data.map(pairs, batched=True, remove_columns=texts), max_length)
+    return report_truncation(data.map(tokenize_pairs, batched=True, remove_columns=texts), max_length)
 
 
 def longest_of(data: DatasetDict) -> int:
@@ -94,7 +94,7 @@ def position_table(model: nn.Module) -> nn.Embedding | None:
 
 def statistics(series: list[list[list[float]]]) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel, over all steps."""
-    steps = torch.cat([torch.tensor(one, dtype=torch.float64) for one in series])
+    steps = torch.cat([torch.tensor(row, dtype=torch.float64) for row in series])
     return steps.mean(0), steps.std(0, correction=0)
 
 
@@ -135,6 +135,6 @@ class HiddenBatches:
 
 
 def pad_series(series: list[list[list[float]]]) -> dict[str, Tensor]:
-    steps = [torch.tensor(one, dtype=torch.float32) for one in series]
-    masks = [torch.ones(len(one), dtype=torch.long) for one in steps]
+    steps = [torch.tensor(row, dtype=torch.float32) for row in series]
+    masks = [torch.ones(len(row), dtype=torch.long) for row in steps]
     return {SERIES: pad_sequence(steps, batch_first=True), "attention_mask": pad_sequence(masks, batch_first=True)}

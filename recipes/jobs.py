@@ -22,17 +22,17 @@ def split_flags(argv: list[str]) -> tuple[int | None, dict[str, str], list[str]]
     parser = argparse.ArgumentParser(prog="compare.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--slurm", default="")
-    flags, rest = parser.parse_known_args(argv)
+    flags, remaining = parser.parse_known_args(argv)
     pairs = [pair.partition("=") for pair in flags.slurm.split(",") if pair]
-    if wrong := [name for name, equals, value in pairs if not (name and equals and value)]:
-        raise GraphFilterError(f"--slurm is given as NAME=VALUE,NAME=VALUE, found {wrong[0]!r} without a value")
+    if incomplete := [name for name, equals, value in pairs if not (name and equals and value)]:
+        raise GraphFilterError(f"--slurm is given as NAME=VALUE,NAME=VALUE, found {incomplete[0]!r} without a value")
     if pairs and flags.jobs is None:
         raise GraphFilterError("--slurm says what each job asks for: give their number with --jobs")
     if flags.jobs is not None and flags.jobs < 1:
         raise GraphFilterError(f"--jobs {flags.jobs}: at least one job")
-    if flags.jobs is not None and "--fresh" in rest:
+    if flags.jobs is not None and "--fresh" in remaining:
         raise GraphFilterError("--fresh moves the runs that jobs share: give it to a command of its own, then --jobs")
-    return flags.jobs, {name: value for name, _, value in pairs}, rest
+    return flags.jobs, {name: value for name, _, value in pairs}, remaining
 
 
 def submit(count: int, asked: dict[str, str], argv: list[str], console: Console) -> None:
@@ -63,8 +63,8 @@ def submit(count: int, asked: dict[str, str], argv: list[str], console: Console)
     command = [sys.executable, str(SCRIPT), *argv]
     # submitit hides all GPUs of this machine from a job, or shows those with the first numbers
     gpus = [] if executor.cluster == "slurm" else list_gpus()
-    own = [["env", f"CUDA_VISIBLE_DEVICES={gpus[number % len(gpus)]}"] if gpus else [] for number in range(count)]
-    jobs = [executor.submit(CommandFunction([*gpu, *command], verbose=False)) for gpu in own]
+    prefixes = [["env", f"CUDA_VISIBLE_DEVICES={gpus[number % len(gpus)]}"] if gpus else [] for number in range(count)]
+    jobs = [executor.submit(CommandFunction([*prefix, *command], verbose=False)) for prefix in prefixes]
     tell(console, f"{executor.cluster} jobs {', '.join(job.job_id for job in jobs)}; what they print is in {LOGS}")
     for job in jobs if executor.cluster != "slurm" else ():
         try:

@@ -58,13 +58,13 @@ def load(task: str, folder: str | None) -> DatasetDict:
                 file = first_file(root, names)
                 parts[part] = make_table(read_rows(file), {"text": ("text",)}, file)
     if "validation" not in parts:
-        at = len(parts["train"]) - max(1, len(parts["train"]) // 20)
-        if at < 1:
+        train_size = len(parts["train"]) - max(1, len(parts["train"]) // 20)
+        if train_size < 1:
             raise GraphFilterError(
                 f"{len(parts['train'])} lines leave nothing to validate on: give a validation part too"
             )
-        parts["validation"] = parts["train"].select(range(at, len(parts["train"])))
-        parts["train"] = parts["train"].select(range(at))
+        parts["validation"] = parts["train"].select(range(train_size, len(parts["train"])))
+        parts["train"] = parts["train"].select(range(train_size))
     return DatasetDict(parts)
 
 
@@ -122,11 +122,11 @@ def compute(prediction):
 def check_causal(model):
     """Raise an error if the model's prediction of a token depends on later tokens, since perplexity is then void."""
     ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
-    other = ids.clone()
-    other[0, -1] = 0
+    changed_ids = ids.clone()
+    changed_ids[0, -1] = 0
     model.eval()
-    before, after = (model(input_ids=x.to(model.device)).logits[0, :-1].float() for x in (ids, other))
-    if (before - after).abs().max() > 32 * torch.finfo(model.dtype).eps * before.abs().max():
+    logits, changed_logits = (model(input_ids=x.to(model.device)).logits[0, :-1].float() for x in (ids, changed_ids))
+    if (logits - changed_logits).abs().max() > 32 * torch.finfo(model.dtype).eps * logits.abs().max():
         raise GraphFilterError(
             f"{type(model).__name__} reads the tokens that it is to predict: name a causal --model, or for one from "
             "scratch of a type like bert add --from_scratch is_decoder=true"

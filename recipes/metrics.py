@@ -85,9 +85,9 @@ def score(names: Iterable[str], predictions: Any, references: Any) -> dict[str, 
 def several_labels(prediction: Any) -> dict[str, float]:
     """Return the share of rows with all labels right, and F1 over all labels (micro); for a Trainer."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    found, labels = logits > 0, prediction.label_ids > 0.5
-    micro = metrics.f1_score(labels, found, average="micro", zero_division=0)
-    return {"accuracy": float(metrics.accuracy_score(labels, found)), "f1": float(micro)}
+    predicted, labels = logits > 0, prediction.label_ids > 0.5
+    micro = metrics.f1_score(labels, predicted, average="micro", zero_division=0)
+    return {"accuracy": float(metrics.accuracy_score(labels, predicted)), "f1": float(micro)}
 
 
 def classification(names: Iterable[str], num_labels: int) -> Callable[[Any], dict[str, float]]:

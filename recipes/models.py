@@ -99,22 +99,22 @@ def with_special_tokens(tokenizer: Tokenizer, ends: bool = True) -> PreTrainedTo
 
 def model_config(args: RecipeArguments, *, scratch: bool = False, **config: Any) -> Any:
     """Return the configuration of the model; of one from ``scratch``, with the fields that were asked for, if any."""
-    asked = parse_options(args.from_scratch)
-    if own := sorted(asked.keys() & config.keys()):
-        raise GraphFilterError(f"--from_scratch: {own[0]} is that of the data, leave it out")
-    if (asked or scratch) and args.model in CONFIG_MAPPING:
+    requested = parse_options(args.from_scratch)
+    if reserved := sorted(requested.keys() & config.keys()):
+        raise GraphFilterError(f"--from_scratch: {reserved[0]} is that of the data, leave it out")
+    if (requested or scratch) and args.model in CONFIG_MAPPING:
         with loading_errors(args.model, "made"):
-            made = transformers.AutoConfig.for_model(args.model, **config, **asked)
+            new_config = transformers.AutoConfig.for_model(args.model, **config, **requested)
         fields = CONFIG_MAPPING[args.model]().to_dict()
     else:
         with loading_errors(args.model):
-            made = transformers.AutoConfig.from_pretrained(args.model, **config, **asked)
-        made.update(config)  # fields too that such a config does not have
-        fields = made.to_dict() | made.attribute_map
-    if unknown := [name for name in asked if name not in fields]:
+            new_config = transformers.AutoConfig.from_pretrained(args.model, **config, **requested)
+        new_config.update(config)  # fields too that such a config does not have
+        fields = new_config.to_dict() | new_config.attribute_map
+    if unknown := [name for name in requested if name not in fields]:
         hint = f"{unknown[0]!r}{nearest(unknown[0], fields)}"
-        raise GraphFilterError(f"--from_scratch: a {made.model_type} config has no field {hint}")
-    return made
+        raise GraphFilterError(f"--from_scratch: a {new_config.model_type} config has no field {hint}")
+    return new_config
 
 
 @contextmanager
@@ -125,8 +125,8 @@ def loading_errors(source: str, verb: str = "loaded") -> Iterator[None]:
     except GraphFilterError:
         raise
     except (OSError, ValueError, KeyError, NotImplementedError, AssertionError, StrictDataclassError) as error:
-        elsewhere = verb == "loaded" and isinstance(error, OSError) and not Path(source).exists()
-        hint = "; without a connection, name a folder: --model FOLDER" * elsewhere
+        is_remote = verb == "loaded" and isinstance(error, OSError) and not Path(source).exists()
+        hint = "; without a connection, name a folder: --model FOLDER" * is_remote
         raise GraphFilterError(f"{source} cannot be {verb}: {line(error)}{hint}") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
@@ -151,11 +151,11 @@ def build_model(
         else:
             config |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
             config |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        fresh = model_config(args, **config)
-        if fresh.is_encoder_decoder and getattr(fresh, "decoder_start_token_id", None) is None:
-            fresh.decoder_start_token_id = tokenizer.pad_token_id
+        new_config = model_config(args, **config)
+        if new_config.is_encoder_decoder and getattr(new_config, "decoder_start_token_id", None) is None:
+            new_config.decoder_start_token_id = tokenizer.pad_token_id
         with loading_errors(args.model, "made"):
-            model = auto_class.from_config(fresh)
+            model = auto_class.from_config(new_config)
     else:
         with loading_errors(args.model):
             model = auto_class.from_pretrained(args.model, **config)
@@ -176,6 +176,6 @@ def patch(args: FilterArguments, model: Any) -> None:
 def load_model(folder: Path) -> Any:
     """Load a checkpoint of transformers as the class that was saved."""
     named = transformers.AutoConfig.from_pretrained(folder).architectures
-    if not (named and (saved := model_class(named[0]))):
+    if not (named and (saved_class := model_class(named[0]))):
         raise GraphFilterError(f"{folder}: its config.json names {shown(named)}, which is no model of transformers")
-    return saved.from_pretrained(folder)
+    return saved_class.from_pretrained(folder)

@@ -42,7 +42,7 @@ def read_molecules(
     columns = choose({"smiles": ("smiles", "SMILES", "mol"), **{t: (t,) for t in targets}}, list(table.columns), file)
     numbers = np.stack([_read_numbers(table[name], file, strict) for name in targets], 1)
     smiles = table[columns["smiles"]].fillna("").astype(str).tolist()
-    places, how = split_rows(table, smiles, split, ranges, file)
+    places, split_name = split_rows(table, smiles, split, ranges, file)
 
     def read(rows: Iterable[int]) -> Iterator[Any]:
         for row in rows:
@@ -51,17 +51,17 @@ def read_molecules(
             except GraphFilterError as error:
                 yield error  # GraphDataset raises it or counts it
 
-    return {part: partial(read, rows) for part, rows in places.items()}, how
+    return {part: partial(read, rows) for part, rows in places.items()}, split_name
 
 
 def _read_numbers(column: "pd.Series[Any]", file: Path, strict: bool) -> Any:
     """Return a target as floats, NaN where it is missing."""
     numbers = pd.to_numeric(column, errors="coerce")
-    wrong = column[numbers.isna() & column.notna()]
-    if len(wrong):
-        message = f"{file}, column {column.name}: {len(wrong)} of {len(column)} values are no numbers, the first "
-        message += repr(wrong.iloc[0])
-        if strict or len(wrong) == column.notna().sum():
+    invalid = column[numbers.isna() & column.notna()]
+    if len(invalid):
+        message = f"{file}, column {column.name}: {len(invalid)} of {len(column)} values are no numbers, the first "
+        message += repr(invalid.iloc[0])
+        if strict or len(invalid) == column.notna().sum():
             raise GraphFilterError(f"{message}: a target is a number, classes are 0 and 1")
         note(f"{message}: they count as missing")
     return numbers.to_numpy(float)
@@ -76,17 +76,17 @@ def split_rows(
     ``scaffold_split`` or ``random_split``), else for ``random``.
     """
     order = np.arange(len(table))
-    split = split or next((how for name, how in COLUMNS.items() if name in table.columns), "random")
+    split = split or next((method for name, method in COLUMNS.items() if name in table.columns), "random")
     if split == "given" and ranges:
         ends = np.cumsum(ranges)
         return {"train": order[: ends[0]], "validation": order[ends[0] : ends[1]]}, "official"
-    column = next(name for name, how in COLUMNS.items() if how == split)
+    column = next(name for name, method in COLUMNS.items() if method == split)
     if column in table.columns:
         parts = {part: order[table[column].isin(names)] for part, names in NAMES.items()}
-        known = sum(NAMES.values(), ())
-        if len(others := table[column][~table[column].isin(known)]):
+        valid = sum(NAMES.values(), ())
+        if len(unknown := table[column][~table[column].isin(valid)]):
             raise GraphFilterError(
-                f"{file}: {column} is {others.iloc[0]!r} in a row, expected {', '.join(known)}; a column of another "
+                f"{file}: {column} is {unknown.iloc[0]!r} in a row, expected {', '.join(valid)}; a column of another "
                 "name is not read"
             )
         if empty := [part for part, rows in parts.items() if not len(rows)]:
@@ -98,8 +98,8 @@ def split_rows(
     groups = [[row] for row in np.random.default_rng(0).permutation(order)] if split == "random" else scaffolds(smiles)
     parts: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
     for group in groups:  # whole, into the first part that has room
-        taken = len(parts["train"]) + len(parts["validation"])
-        part = "train" if len(parts["train"]) + len(group) <= a else "validation" if taken + len(group) <= b else "test"
+        used = len(parts["train"]) + len(parts["validation"])
+        part = "train" if len(parts["train"]) + len(group) <= a else "validation" if used + len(group) <= b else "test"
         parts[part] += group
     if empty := [part for part, rows in parts.items() if not rows]:
         hint = ": use --split random" if split == "scaffold" else ""

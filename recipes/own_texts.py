@@ -30,13 +30,13 @@ def find_tables(root: Path) -> dict[str, Path]:
         if root.suffix not in FORMATS:
             raise GraphFilterError(f"--data: {root} is not one of {', '.join(FORMATS)}")
         return {"all": root}
-    there = sorted(file for file in root.iterdir() if file.suffix in FORMATS)
-    files = {part: file for part, names in PARTS.items() for file in there if file.stem in names}
+    tables = sorted(file for file in root.iterdir() if file.suffix in FORMATS)
+    files = {part: file for part, names in PARTS.items() for file in tables if file.stem in names}
     if "train" in files and len(files) > 1:
         return files
-    if len(there) > 1:
-        raise GraphFilterError(f"--data: {root} has {len(there)} files and no two that are called train and test")
-    return {"all": there[0]} if there else {}
+    if len(tables) > 1:
+        raise GraphFilterError(f"--data: {root} has {len(tables)} files and no two that are called train and test")
+    return {"all": tables[0]} if tables else {}
 
 
 def read_files(root: Path) -> Rows:
@@ -47,8 +47,8 @@ def read_files(root: Path) -> Rows:
     if not files:
         raise GraphFilterError(f"--data: {root} has no file of {', '.join(FORMATS)}")
     rows = {part: (file, read_rows(file)) for part, file in files.items()}
-    for file, found in rows.values():
-        check_rows(found or None, file)
+    for file, part_rows in rows.values():
+        check_rows(part_rows or None, file)
     return rows
 
 
@@ -57,9 +57,9 @@ def read_hub(name: str, config: str | None, numbers: bool) -> Rows:
     parts = load_dataset(name, config)
     rows: Rows = {}
     for part, data in parts.items():
-        known = next((p for p, names in PARTS.items() if part in names), "all" if len(parts) == 1 else None)
+        part_name = next((p for p, names in PARTS.items() if part in names), "all" if len(parts) == 1 else None)
         label = next((column for column in with_capitals(LABEL) if column in data.column_names), None)
-        if known is None:
+        if part_name is None:
             continue
         missing = 0 if label is None or numbers else sum(value == -1 for value in data[label])
         if missing and missing == len(data):
@@ -68,7 +68,7 @@ def read_hub(name: str, config: str | None, numbers: bool) -> Rows:
         names = getattr(data.features[label], "names", None) if label else None  # of a ClassLabel
         if missing and names:
             raise GraphFilterError(f"{name}: {missing} of {len(data)} rows of the part {part!r} have no label")
-        rows[known] = name, [{**row, label: names[row[label]]} if names else row for row in data]
+        rows[part_name] = name, [{**row, label: names[row[label]]} if names else row for row in data]
     if not {"train", "all"} & {*rows}:
         raise GraphFilterError(f"the data set {name} has no training part; its parts are {', '.join(parts)}")
     return rows
@@ -87,9 +87,9 @@ def load_own(numbers: bool, data: str | None, name: str | None, config: str | No
         GraphFilterError: there is nothing to read, a column is missing, a text is empty, or there is one class.
     """
     rows = read_files(Path(data)) if data else read_hub(str(name), config, numbers)
-    source, first = rows.get("train") or rows["all"]
-    columns = choose_columns([*first[0]])
-    parts = {part: make_table(found, columns, source) for part, (source, found) in rows.items()}
+    source, first_rows = rows.get("train") or rows["all"]
+    columns = choose_columns([*first_rows[0]])
+    parts = {part: make_table(part_rows, columns, source) for part, (source, part_rows) in rows.items()}
     for part, table in parts.items():
         texts = [table[column] for column in columns if column != "label"]
         for row, pair in enumerate(zip(*texts, strict=True), 1):
@@ -103,9 +103,9 @@ def load_own(numbers: bool, data: str | None, name: str | None, config: str | No
         raise GraphFilterError(f"{source} must hold two classes at least")
     parts = {part: encode_labels(table, classes, rows[part][0], by_number=False) for part, table in parts.items()}
     if "validation" not in parts:
-        whole = parts.pop("all", None) or parts["train"]
-        train, validation = split_holdout(len(whole), VALIDATION)
-        parts |= {"train": whole.select(train), "validation": whole.select(validation)}
+        full_table = parts.pop("all", None) or parts["train"]
+        train, validation = split_holdout(len(full_table), VALIDATION)
+        parts |= {"train": full_table.select(train), "validation": full_table.select(validation)}
     # a source may be sorted by class, and --max_eval_samples takes the first rows
     parts = {part: table if part == "train" else table.shuffle(seed=0) for part, table in parts.items()}
     return DatasetDict(parts), classes or []
@@ -114,8 +114,8 @@ def load_own(numbers: bool, data: str | None, name: str | None, config: str | No
 def name_class(label: Any) -> str:
     """Return the name of a class: 1.0, which pandas writes where a column had gaps, is 1."""
     name = str(label).strip()
-    whole, _, rest = name.partition(".")
-    return whole if whole.lstrip("-").isdigit() and not rest.strip("0") else name
+    integer, _, decimals = name.partition(".")
+    return integer if integer.lstrip("-").isdigit() and not decimals.strip("0") else name
 
 
 def choose_columns(there: list[str]) -> dict[str, tuple[str, ...]]:

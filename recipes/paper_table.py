@@ -50,8 +50,8 @@ class Row:
 
     @property
     def average(self) -> float | None:
-        found = [score for score in self.scores if score is not None]
-        return statistics.mean(found) if len(found) == len(self.scores) else None
+        scores = [score for score in self.scores if score is not None]
+        return statistics.mean(scores) if len(scores) == len(self.scores) else None
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ def signed_rank(first: Row, second: Row) -> tuple[float | None, int]:
 def measured(found: dict[str, dict[str, Any]], columns: Sequence[Column]) -> list[Row]:
     """Return a row per variant: the mean over the seeds that did not diverge, in percent."""
     rows: dict[str, Row] = {}
-    for at, column in enumerate(columns):
+    for index, column in enumerate(columns):
         content = found.get(column.task)
         for variant in dict.fromkeys(run["variant"] for run in content["runs"]) if content else ():
             row = rows.setdefault(variant, Row(variant, [None] * len(columns)))
             values = group_by_seed(content, variant, column.metric or content["metric"])
             finite = [value for value in values.values() if math.isfinite(value)]
-            row.scores[at] = 100 * statistics.mean(finite) if finite else None
+            row.scores[index] = 100 * statistics.mean(finite) if finite else None
             row.seeds.append(len(finite))
     return sorted(rows.values(), key=lambda row: row.name != PLAIN)
 
@@ -147,12 +147,12 @@ def list_missing(
     unfinished: dict[str, list[tuple[int, str]]],
 ) -> list[str]:
     """Return a line per column that lacks a variant, with the reason if there is one, or some of its seeds."""
-    known, lines = {row.name: row for row in rows}, []
-    for at, column in enumerate(columns):
-        absent = [name for name in wanted if name not in known or known[name].scores[at] is None]
+    by_name, lines = {row.name: row for row in rows}, []
+    for index, column in enumerate(columns):
+        absent = [name for name in wanted if name not in by_name or by_name[name].scores[index] is None]
         if absent:
-            why = f": {reasons[column.task]}" if column.task in reasons else ""
-            lines.append(f"{column.title} has no {', '.join(map(name_variant, absent))}{why}")
+            reason = f": {reasons[column.task]}" if column.task in reasons else ""
+            lines.append(f"{column.title} has no {', '.join(map(name_variant, absent))}{reason}")
         runs = [
             f"{name_variant(name)}, seed {seed}" for seed, name in unfinished.get(column.task, ()) if name not in absent
         ]
@@ -183,26 +183,26 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str], compare: Callable[..., None], console: Console) -> None:
     """Do the missing runs of every column by ``compare``, then show the table and write it as Markdown."""
-    options, rest = arguments().parse_known_args(argv)
+    options, recipe_flags = arguments().parse_known_args(argv)
     shape = Table.load(options.table)
     recipe = importlib.import_module(f"recipes.{SCRIPTS[shape.recipe]}").RECIPE
     if unknown := [task for task in options.tasks or () if task not in shape.tasks]:
         raise GraphFilterError(f"--tasks {unknown[0]}: the table {options.table} has {', '.join(shape.tasks)}")
-    each = argparse.Namespace(**vars(options), sweep=None, name=None, against=None)
+    task_options = argparse.Namespace(**vars(options), sweep=None, name=None, against=None)
     reasons: dict[str, str] = {}
-    found: dict[str, dict[str, Any]] = {}
+    contents: dict[str, dict[str, Any]] = {}
     unfinished: dict[str, list[tuple[int, str]]] = {}
     wanted: dict[str, None] = {}
     settings = Settings(recipe)
     for task in shape.tasks:
-        flags = ["--config", options.config or shape.config, "--task", task, *rest]
+        flags = ["--config", options.config or shape.config, "--task", task, *recipe_flags]
         values, sections = settings.parse(flags)
         wanted |= dict.fromkeys([PLAIN, *(options.variants or sections["variants"] or [values.get("filter", "gfsa")])])
         folder = options.results or records.results_folder(values)
         if not options.show and task in (options.tasks or shape.tasks):
             tell(console, f"task: {task}")
             try:
-                compare(recipe, flags, each, console)
+                compare(recipe, flags, task_options, console)
             except (GraphFilterError, *NETWORK_ERRORS) as error:
                 reasons[task] = line(error)
                 tell(console, f"{task} was not finished: {reasons[task]}")
@@ -210,15 +210,15 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
         file = folder / records.name_results({"recipe": recipe.name, "task": task}, suffix)
         content = records.read_results(file, **RUN)
         # to look at runs needs neither their data nor a machine like theirs
-        unasked = {"bf16"} | ({"the files of data"} if "data" not in values else set()) if options.show else set()
-        if others := drop_others(settings, values, sections, content, unasked):
-            reasons.setdefault(task, f"runs of {', '.join(others)} have other settings and are left out")
+        ignored = {"bf16"} | ({"the files of data"} if "data" not in values else set()) if options.show else set()
+        if dropped := drop_others(settings, values, sections, content, ignored):
+            reasons.setdefault(task, f"runs of {', '.join(dropped)} have other settings and are left out")
         if content["runs"]:
-            found[task] = content
+            contents[task] = content
             runs = [(seed, name) for name in wanted for seed in values.get("seeds", [1])]
             unfinished[task] = records.list_missing(runs, content)
     if is_main_process():
-        rows, file = measured(found, shape.columns), folder / f"table-{options.table}{suffix}.md"
+        rows, file = measured(contents, shape.columns), folder / f"table-{options.table}{suffix}.md"
         missing = list_missing(rows, shape.columns, [*wanted], reasons, unfinished)
         show(options, shape, rows, [*wanted], missing, file, console)
 
@@ -242,13 +242,13 @@ def show(
     parts = {f"Measured, {options.table}": draw(shape.columns, rows, versus)}
     for paper, content in shape.papers.items():
         parts[f"Printed: {paper}"] = draw(shape.columns, shape.printed(paper), content.get("against"))
-    written = []
+    sections = []
     for title, (header, body) in parts.items():
         console.print(table(header, body, title=title))
-        written.append(f"**{title}**\n\n{markdown_table(header, body)}")
+        sections.append(f"**{title}**\n\n{markdown_table(header, body)}")
         if title.startswith("Measured") and missing:
-            written.append("Missing:\n\n" + "\n".join(f"- {text}" for text in missing))
+            sections.append("Missing:\n\n" + "\n".join(f"- {text}" for text in missing))
     for text in missing:
         tell(console, f"missing: {text}")
-    write_text(file, "\n\n".join(written) + "\n")
+    write_text(file, "\n\n".join(sections) + "\n")
     tell(console, f"table: {file}")

@@ -68,12 +68,12 @@ def pretrain(
         collator = HiddenBatches(tokenizer, args.mask_ratio)
         options = {"train_dataset": rows, "data_collator": collator, "processing_class": tokenizer}
         trainer = make_trainer(args, pretraining_settings(args, training), denoiser, **options)
-        begun = last_checkpoint(folder)
-        trained = train(trainer, begun)
+        checkpoint = last_checkpoint(folder)
+        output = train(trainer, checkpoint)
         trainer.save_model()
         record = {"objective": args.pretrain, "mask_ratio": args.mask_ratio, "epochs": round(trainer.state.epoch, 2)}
-        record |= {"seconds": round(trained.metrics["train_runtime"], 1)}
-        record |= {} if begun else {"loss": round(trained.training_loss, 4)}  # else of the steps since then alone
+        record |= {"seconds": round(output.metrics["train_runtime"], 1)}
+        record |= {} if checkpoint else {"loss": round(output.training_loss, 4)}  # else of the steps since then alone
         if is_main_process():
             write_json(folder / RECORD, record)
     weights = model.state_dict()

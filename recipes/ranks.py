@@ -22,12 +22,12 @@ def check_ranks(*, cpu: bool = False, **facts: Any) -> None:
     """
     if PartialState(cpu=cpu).num_processes == 1:
         return
-    found = gather_object([facts])
-    for rank, theirs in enumerate(found):
-        for name, value in theirs.items():
-            if value != found[0][name]:
+    all_facts = gather_object([facts])
+    for rank, rank_facts in enumerate(all_facts):
+        for name, value in rank_facts.items():
+            if value != all_facts[0][name]:
                 raise GraphFilterError(
-                    f"process {rank} found {name} {shown(value)}, and process 0 {shown(found[0][name])}: give all "
+                    f"process {rank} found {name} {shown(value)}, and process 0 {shown(all_facts[0][name])}: give all "
                     "machines the same files for --data and --model, and one shared folder for --output_dir"
                 )
 

@@ -46,12 +46,12 @@ def read_audio(sources: Sources, rate: int, speed: float = 1.0) -> np.ndarray:
         if isinstance(file, str) and not Path(file).is_file():
             raise ValueError("there is no such file")
         try:
-            samples, found = soundfile.read(file, dtype="float32", always_2d=True)
+            samples, source_rate = soundfile.read(file, dtype="float32", always_2d=True)
         except (soundfile.SoundFileError, OSError, TypeError) as error:  # TypeError: of a file without a header
             raise ValueError(f"it cannot be read ({line(error)})") from error
-        pieces.append(resample(samples.mean(1), round(found * speed), rate))
+        pieces.append(resample(samples.mean(1), round(source_rate * speed), rate))
     # The names without their folder: the pauses are the same wherever the data lies.
-    samples = join(pieces, [Path(one).name if isinstance(one, str) else str(one.number) for one in sources], rate)
+    samples = join(pieces, [Path(item).name if isinstance(item, str) else str(item.number) for item in sources], rate)
     if len(samples) < SHORTEST * rate:
         raise ValueError(f"it is {len(samples) / rate:.3f} seconds long, less than a tenth")
     if not np.isfinite(samples).all():
@@ -69,14 +69,14 @@ def group(seconds: list[float], kinds: list[int], most: float) -> list[list[int]
         [[0, 1], [2], [3]]
     """
     groups: list[list[int]] = []
-    begun: dict[int, tuple[list[int], float]] = {}
+    open_groups: dict[int, tuple[list[int], float]] = {}
     for i, (kind, length) in enumerate(zip(kinds, seconds, strict=True)):
-        members, room = begun.get(kind, ([], 0.0))
+        members, room = open_groups.get(kind, ([], 0.0))
         if (needed := length + PAUSE[1]) > room:
             members, room = [], most
             groups.append(members)
         members.append(i)
-        begun[kind] = members, room - needed
+        open_groups[kind] = members, room - needed
     return groups
 
 
@@ -90,15 +90,15 @@ def join(pieces: list[np.ndarray], names: list[str], rate: int) -> np.ndarray:
 
 
 def _open(sources: Sources) -> list[str | io.BytesIO]:
-    return [one.read() if isinstance(one, HubRow) else one for one in sources]
+    return [item.read() if isinstance(item, HubRow) else item for item in sources]
 
 
 def resample(samples: np.ndarray, found: int, rate: int) -> np.ndarray:
     """Return the samples at ``rate`` per second; they come at ``found`` per second."""
     if found == rate or not len(samples):
         return samples
-    common = gcd(found, rate)
-    return resample_poly(samples, rate // common, found // common).astype(np.float32)
+    divisor = gcd(found, rate)
+    return resample_poly(samples, rate // divisor, found // divisor).astype(np.float32)
 
 
 def to_integers(samples: np.ndarray) -> np.ndarray:

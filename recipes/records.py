@@ -89,8 +89,8 @@ def updating(file: Path, **needed: Any) -> Iterator[dict[str, Any]]:
 
 def list_missing(wanted: list[tuple[int, str]], content: dict[str, Any]) -> list[tuple[int, str]]:
     """Return the runs, (seed, variant), that are not finished."""
-    known = {(run["seed"], run["variant"]) for run in content["runs"]}
-    return [run for run in wanted if run not in known]
+    finished = {(run["seed"], run["variant"]) for run in content["runs"]}
+    return [run for run in wanted if run not in finished]
 
 
 def wait_for_others(count: int, waits: int, console: Console) -> None:

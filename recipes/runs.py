@@ -65,11 +65,11 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         if is_main_process():
             names = [n for n in outcomes[0]["metrics"] if not n.endswith("loss")]
             rows = [[n, mean_and_sd([get_value(r, n) for r in outcomes])] for n in names]
-            moved = {name for outcome in outcomes for name, change in outcome.get("moved", {}).items() if change}
-            changes = {name: mean_and_sd([r["moved"].get(name, 0.0) for r in outcomes]) for name in sorted(moved)}
+            changed = {name for outcome in outcomes for name, change in outcome.get("moved", {}).items() if change}
+            changes = {name: mean_and_sd([r["moved"].get(name, 0.0) for r in outcomes]) for name in sorted(changed)}
             rows += [[f"{name}, mean change", change] for name, change in changes.items()]
-            model, chosen = Path(values["model"]).name, values.get("filter", "gfsa")
-            title = f"{model} on {values['task']}, {chosen}, {count(len(outcomes), 'seed')}"
+            model, filter_name = Path(values["model"]).name, values.get("filter", "gfsa")
+            title = f"{model} on {values['task']}, {filter_name}, {count(len(outcomes), 'seed')}"
             console.print(table(["metric", "value"], rows, title=title))
             for outcome in outcomes:
                 tell(console, f"saved: {folder}/seed-{outcome['seed']}")
@@ -123,9 +123,9 @@ def train_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Pa
     run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed]}
     run_values |= {"push_to_hub": False, "hub_token": None}  # pushed after the run; a token is written to no file
     if is_main_process():
-        again = run_values | {"output_dir": str(folder.parent)}  # below which the seed has its folder
-        written = {k: v for k, v in again.items() if v is not None and k != "seed"}
-        write_text(folder / CONFIG, yaml.safe_dump(written))
+        resume_values = run_values | {"output_dir": str(folder.parent)}  # below which the seed has its folder
+        config = {k: v for k, v in resume_values.items() if v is not None and k != "seed"}
+        write_text(folder / CONFIG, yaml.safe_dump(config))
         write_json(folder / IDENTITY, settings.identity(values))
     arguments = settings.arguments(run_values)
     identity, checkpoint = settings.identity(values), last_checkpoint(folder)
@@ -180,11 +180,11 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     results = [EvalResult(**task, dataset_split=part, metric_type=name, metric_value=v) for part, name, v in scores]
     comparison = describe_comparison(settings, record, values)
     values = settings.defaults | values
-    fresh = values.get("from_scratch") or values.get("pretrained") is False
-    how = "Trained from scratch" if fresh and not values.get("checkpoint") else "Fine-tuned"
-    trained = f"{how} on {markdown_text(record['task'])} with seed {record['seed']}"
-    description = f"## Training\n\n{trained}; every setting and number is in `{records.RECORD}`.{comparison}"
-    base = None if fresh or Path(values["model"]).exists() else values["model"]
+    from_scratch = values.get("from_scratch") or values.get("pretrained") is False
+    method = "Trained from scratch" if from_scratch and not values.get("checkpoint") else "Fine-tuned"
+    summary = f"{method} on {markdown_text(record['task'])} with seed {record['seed']}"
+    description = f"## Training\n\n{summary}; every setting and number is in `{records.RECORD}`.{comparison}"
+    base = None if from_scratch or Path(values["model"]).exists() else values["model"]
     name = values.get("hub_model_id") or str(folder)
     if filter_status(model):
         card = create_model_card(model, repo_id=name, results=results, description=description, base_model=base)
@@ -199,13 +199,13 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
 def describe_comparison(settings: Settings, record: dict[str, Any], values: dict[str, Any]) -> str:
     """Say what recipes/compare.py found for these settings: here, or in the results that are shipped."""
     places = ((records.results_folder(values), ""), (records.RESULTS, " (measured by the authors of the recipes)"))
-    for folder, where in places:
+    for folder, origin in places:
         content = records.read_results(folder / records.name_results(record), **records.RUN)
         summary = summarise(content) if content.get("summary") else {}  # the one kept may be of earlier code
         for run in content["runs"]:
             difference = summary.get(run["variant"], {}).get("difference")
             if difference and not settings.list_differences(run["settings"], record["settings"]):
-                return f" Compared with the baseline, {content['metric']}: {as_comparison(difference)}{where}."
+                return f" Compared with the baseline, {content['metric']}: {as_comparison(difference)}{origin}."
     return ""
 
 

@@ -67,8 +67,8 @@ def run(args, training):
     data = encode_inputs(data, tokenizer, args.max_length, apart=args.pooling is not None or kind == "converter")
     longest = longest_of(data)
     config = label_fields(loaded.labels) | fields(args, tokenizer, data, longest)
-    several = isinstance(data["train"][0]["label"], list)
-    if several:
+    is_multilabel = isinstance(data["train"][0]["label"], list)
+    if is_multilabel:
         config["problem_type"] = "multi_label_classification"
 
     def build(model_class):
@@ -86,7 +86,7 @@ def run(args, training):
         denoiser = build(AutoModelForMaskedLM if kind == "converter" else Denoiser)
         record["pretraining"] = pretraining.pretrain(args, training, denoiser, tokenizer, rows, model)
     training.average_tokens_across_devices = False  # as in glue.py
-    compute = metrics.several_labels if several else metrics.classification(["accuracy"], len(loaded.labels))
+    compute = metrics.several_labels if is_multilabel else metrics.classification(["accuracy"], len(loaded.labels))
     options = {"data_collator": Batches(tokenizer), "compute_metrics": compute}
     return {**fit(args, training, model, tokenizer, data, mean_loss=True, **options), **record}
 
@@ -124,8 +124,8 @@ def check(args, training):
 
 def landmarks_of(config, longest):
     """Return the fields of a Nystromformer, which takes one length: a number of segments of equal lengths."""
-    whole = longest + -longest % config.num_landmarks
-    return {"segment_means_seq_len": whole, "padded_to": whole}
+    padded_length = longest + -longest % config.num_landmarks
+    return {"segment_means_seq_len": padded_length, "padded_to": padded_length}
 
 
 def chunks_of(config, longest):
@@ -151,13 +151,13 @@ def fields(args, tokenizer, data, longest):
     if SERIES in columns:
         config["channels"] = len(data["train"][0][SERIES][0])
     table = "max_position_embeddings"
-    usual = CONFIG_MAPPING[args.model]() if args.from_scratch and args.model in CONFIG_MAPPING else None
-    if usual is not None and args.model in LENGTHS:
-        usual.update(parse_options(args.from_scratch))
-        config |= LENGTHS[args.model](usual, longest)
+    default = CONFIG_MAPPING[args.model]() if args.from_scratch and args.model in CONFIG_MAPPING else None
+    if default is not None and args.model in LENGTHS:
+        default.update(parse_options(args.from_scratch))
+        config |= LENGTHS[args.model](default, longest)
         longest += -longest % config["padded_to"]
-    known = usual is not None and usual.attribute_map.get(table, table) in usual.to_dict()
-    if known and table not in parse_options(args.from_scratch):
+    has_positions = default is not None and default.attribute_map.get(table, table) in default.to_dict()
+    if has_positions and table not in parse_options(args.from_scratch):
         longest += -longest % PADDED_TO
         config[table] = longest + 1 + (tokenizer.pad_token_id if tokenizer else 0)  # where RoBERTa's places begin
     return config

@@ -78,7 +78,7 @@ class Settings:
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (settings, sections of the YAML file that are no settings: ``variants`` and ``sweep``)."""
         try:
-            namespace, unknown = self.parser.parse_known_args([self._usual_name(word) for word in argv])
+            namespace, unknown = self.parser.parse_known_args([self._resolve_alias(word) for word in argv])
         except argparse.ArgumentError as error:
             self.parser.error(str(error))
         if unknown:
@@ -89,12 +89,12 @@ class Settings:
         file = read_yaml(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
         for key, section in sections.items():
-            kind, said = ((list, str), "list") if key == "sweep" else (dict, "dict")
+            kind, kind_name = ((list, str), "list") if key == "sweep" else (dict, "dict")
             if not isinstance(section, dict) or not all(v is None or isinstance(v, kind) for v in section.values()):
-                raise GraphFilterError(f"`{key}` in {config} must hold, by names, a {said} each: {section!r}")
+                raise GraphFilterError(f"`{key}` in {config} must hold, by names, a {kind_name} each: {section!r}")
         for task in sections["tasks"]:
-            self._known_task(task)
-        values = self.override({}, self._own(DEFAULTS) | self.recipe.defaults)
+            self._check_task(task)
+        values = self.override({}, self._select_flags(DEFAULTS) | self.recipe.defaults)
         values = self.override(values, file, f" in {config}")
         task = flags.get("task", values.get("task"))
         values = self.override(values, sections["tasks"].get(task, {}), f" in {config}, task {task}")
@@ -102,11 +102,11 @@ class Settings:
         for name in ("model", "task"):
             if values.get(name) is None:
                 raise GraphFilterError(f"no {name} given: use --{name} or a YAML file with --config")
-        self._known_task(values["task"])
+        self._check_task(values["task"])
         if values.get("smoke"):
-            smoke = self._own(SMOKE) | self.recipe.smoke
-            kept = flags | (file if file.get("smoke") else {})  # as a run wrote them
-            values = self.override(values, {k: v for k, v in smoke.items() if k not in kept})
+            smoke = self._select_flags(SMOKE) | self.recipe.smoke
+            explicit = flags | (file if file.get("smoke") else {})  # as a run wrote them
+            values = self.override(values, {k: v for k, v in smoke.items() if k not in explicit})
         if not values.get("output_dir"):
             name = f"{Path(values['task']).name}-{values.get('filter', 'gfsa')}" + "-smoke" * bool(values.get("smoke"))
             values["output_dir"] = f"runs/{self.recipe.name}/{name}"
@@ -118,13 +118,13 @@ class Settings:
         self.check(values)
         return values, {name: sections[name] for name in ("variants", "sweep")}
 
-    def _usual_name(self, word: str) -> str:
+    def _resolve_alias(self, word: str) -> str:
         """Return a flag under the name that this recipe has for it; anything else as it is."""
         name, sign, value = word.removeprefix("--").partition("=")
-        known = word.startswith("--") and name not in self.actions and ALIASES.get(name) in self.actions
-        return f"--{ALIASES[name]}{sign}{value}" if known else word
+        is_alias = word.startswith("--") and name not in self.actions and ALIASES.get(name) in self.actions
+        return f"--{ALIASES[name]}{sign}{value}" if is_alias else word
 
-    def _own(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _select_flags(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return those that are flags of this recipe."""
         return {k: v for k, v in values.items() if k in self.actions}
 
@@ -133,45 +133,45 @@ class Settings:
 
         Options of a filter and fields of a model are added to those below, unless it is another.
         """
-        merged, before = dict(values), self.defaults | values
+        merged, current = dict(values), self.defaults | values
         for key, value in changes.items():
             if key not in self.actions or key == "config":
                 raise GraphFilterError(f"unknown setting {key!r}{where}{nearest(key, self.actions)}")
             value = self._read(key, value, where)
             if owner := OPTIONS_OF.get(key):
-                same = changes.get(owner, before.get(owner)) == before.get(owner)
-                below = parse_options(values.get(key) or []) if same else {}
-                value = _option_texts(below | parse_options(value))
+                same_owner = changes.get(owner, current.get(owner)) == current.get(owner)
+                base_options = parse_options(values.get(key) or []) if same_owner else {}
+                value = _format_options(base_options | parse_options(value))
             merged[key] = value
         for options, owner in OPTIONS_OF.items():
-            other = owner in changes and changes[owner] != before.get(owner)
+            owner_changed = owner in changes and changes[owner] != current.get(owner)
             typed = owner == "model" and changes.get(owner) in CONFIG_MAPPING  # without weights of its own
-            if other and not typed and values.get(options) and options not in changes:
+            if owner_changed and not typed and values.get(options) and options not in changes:
                 merged[options] = []
         return merged
 
     def _read(self, key: str, value: Any, where: str) -> Any:
         """Return what the command line reads if it is given a value of a YAML file, where 2e-5, say, is text."""
         action, default = self.actions[key], self.defaults.get(key)
-        many = action.nargs == "+"
+        takes_list = action.nargs == "+"
         if value is None and default is None:
             return None
         if key in self.optional and (value is None or (value is False and action.type is str)):
             return ""
-        if many and not isinstance(value, str | int | float):
-            value = _option_texts(value) if isinstance(value, dict) else value
+        if takes_list and not isinstance(value, str | int | float):
+            value = _format_options(value) if isinstance(value, dict) else value
             if not value:
                 return []
         elif isinstance(value, list | dict) and action.type is str and key not in self.own:
             return value  # of the Trainer, which takes more than a flag can say
         elif isinstance(value, list) and key == "layers":
             value = ",".join(map(str, value))
-        values = value if many and isinstance(value, list) else [value]
+        values = value if takes_list and isinstance(value, list) else [value]
         texts = ["no" if item is False else str(item) for item in values]
         try:
             if any(item is None or isinstance(item, list | dict) for item in values):
                 raise argparse.ArgumentError(action, "one value is needed")
-            return vars(self.parser.parse_args([f"--{key}", *texts] if many else [f"--{key}={texts[0]}"]))[key]
+            return vars(self.parser.parse_args([f"--{key}", *texts] if takes_list else [f"--{key}={texts[0]}"]))[key]
         except argparse.ArgumentError as error:
             raise GraphFilterError(f"the setting {key!r}{where} cannot be {value!r}") from error
 
@@ -231,15 +231,15 @@ class Settings:
         rows = {k: v for k, v in self.defaults.items() if k == ROWS}
         return identity(rows | values, self.recipe.folders.get(values["task"], ""))
 
-    def _known_task(self, task: str) -> None:
+    def _check_task(self, task: str) -> None:
         if task not in self.recipe.metrics and not self.recipe.known(task):
-            known = [name for name in self.recipe.metrics if name != "*"]
+            tasks = [name for name in self.recipe.metrics if name != "*"]
             raise GraphFilterError(
-                f"{self.recipe.name} has no task {task!r}{nearest(task, known)}; its tasks are {', '.join(known)}"
+                f"{self.recipe.name} has no task {task!r}{nearest(task, tasks)}; its tasks are {', '.join(tasks)}"
             )
 
 
-def _option_texts(options: dict[str, Any]) -> list[str]:
+def _format_options(options: dict[str, Any]) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items()]
 
 
@@ -247,8 +247,8 @@ def read_yaml(name: str, folder: Path = CONFIGS) -> dict[str, Any]:
     """Return the content of a YAML file, by its path or by its path within ``folder``."""
     file = next((p for p in (Path(name), folder / name, folder / f"{name}.yaml") if p.is_file()), None)
     if file is None:
-        known = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
-        raise GraphFilterError(f"no configuration {name}{nearest(name, known)}; at hand: {', '.join(known)}")
+        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
+        raise GraphFilterError(f"no configuration {name}{nearest(name, names)}; at hand: {', '.join(names)}")
     try:
         content = yaml.safe_load(file.read_text()) or {}
     except yaml.YAMLError as error:

@@ -103,12 +103,12 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
     official = (root / "train.txt").is_file()
     lists = {k: first_file(root, [f"{v}.txt"]) for k, v in FILES.items() if official or k == "test"}
     pairs = {}
-    for part, listed in lists.items():
-        pairs[part] = [line["text"].split() for line in read_rows(listed) if line["text"].strip()]
+    for part, list_file in lists.items():
+        pairs[part] = [line["text"].split() for line in read_rows(list_file) if line["text"].strip()]
         for number, line in enumerate(pairs[part], 1):
             if len(line) != 3 or line[0] not in functions or line[1] not in functions or line[2] not in ("0", "1"):
                 raise GraphFilterError(
-                    f"{listed}: line {number} is not two functions of {file.name} and 0 or 1: {line}"
+                    f"{list_file}: line {number} is not two functions of {file.name} and 0 or 1: {line}"
                 )
     split = "official"
     if not official:
@@ -117,8 +117,8 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
         random.Random(0).shuffle(names)
         place = {text: (i >= 0.6 * len(names)) + (i >= 0.7 * len(names)) for i, text in enumerate(names)}
         home = {name: place[text] for name, text in texts.items()}
-        within = [[p for p in pairs["test"] if home[p[0]] == home[p[1]] == k] for k in range(3)]
-        pairs = dict(zip(FILES, within, strict=True))
+        pairs_by_part = [[p for p in pairs["test"] if home[p[0]] == home[p[1]] == k] for k in range(3)]
+        pairs = dict(zip(FILES, pairs_by_part, strict=True))
         split = "60/10/30 of the functions of the official test part, equal ones together"
     parts = {}
     for part, lines in pairs.items():
@@ -155,8 +155,8 @@ def write_labels(args, training, tokenizer, data):
     def compute(prediction):
         predictions = prediction.predictions
         ids = predictions[0] if isinstance(predictions, tuple) else predictions
-        written, labels = (read_words(tokenizer, x) for x in (ids, prediction.label_ids))
-        return metrics.score(MEASURES["defect"], written, labels)
+        predicted, labels = (read_words(tokenizer, x) for x in (ids, prediction.label_ids))
+        return metrics.score(MEASURES["defect"], predicted, labels)
 
     if model.generation_config.decoder_start_token_id is None:  # PLBART begins with the token that it shifts in front
         shifted = model.prepare_decoder_input_ids_from_labels(torch.tensor(words))
@@ -195,8 +195,8 @@ def check(args, training):
 
 def load_pairs(folder: Path):
     """Load a saved run: the model of pairs, or one of transformers."""
-    apart = AutoConfig.from_pretrained(folder).architectures == [PairClassifier.__name__]
-    return PairClassifier.from_pretrained(folder) if apart else load_model(folder)
+    is_pair_model = AutoConfig.from_pretrained(folder).architectures == [PairClassifier.__name__]
+    return PairClassifier.from_pretrained(folder) if is_pair_model else load_model(folder)
 
 
 RECIPE = Recipe(

@@ -82,8 +82,8 @@ def run(args, training):
     if args.language:
         tokenizer = WhisperTokenizer.from_pretrained(args.tokenizer or args.model)
         tokenizer.set_prefix_tokens(language=args.language, task="transcribe")
-    trained = bool(args.from_scratch or args.train_tokenizer or args.tokenizer == "characters")
-    model = build(args, training, config, tokenizer, trained)
+    new_vocabulary = bool(args.from_scratch or args.train_tokenizer or args.tokenizer == "characters")
+    model = build(args, training, config, tokenizer, new_vocabulary)
     if args.language:
         model.generation_config.language, model.generation_config.task = args.language, "transcribe"
         model.generation_config.forced_decoder_ids = None
@@ -143,7 +143,7 @@ class SpeechTrainer(Seq2SeqTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss, and the outputs with the logits of CTC if there are any."""
-        plain = self.accelerator.unwrap_model(model)
+        unwrapped = self.accelerator.unwrap_model(model)
         labels = inputs["labels"]
         hidden = {"labels"} if self.ctc else set()
         outputs = model(**{k: v for k, v in inputs.items() if k not in hidden | self.unread})
@@ -152,16 +152,16 @@ class SpeechTrainer(Seq2SeqTrainer):
             logits, weight = outputs.logits, 1.0
         loss = torch.zeros((), device=labels.device)
         if logits is not None:
-            lengths = output_lengths(plain, input_lengths(inputs))
-            blank = plain.config.pad_token_id
+            lengths = output_lengths(unwrapped, input_lengths(inputs))
+            blank = unwrapped.config.pad_token_id
             loss = weight * ctc_loss(logits, lengths, labels, self.special, blank)
             if return_outputs:
                 outputs["ctc"] = read_ctc(logits.detach(), lengths, blank)
                 outputs["search"] = (logits.detach(), lengths, blank)
         if not self.ctc:
             flat, smoothing = outputs.logits.flatten(0, 1), self.args.label_smoothing_factor
-            written = functional.cross_entropy(flat.float(), labels.flatten(), label_smoothing=smoothing)
-            loss = loss + (1 - (weight if logits is not None else 0.0)) * written
+            decoder_loss = functional.cross_entropy(flat.float(), labels.flatten(), label_smoothing=smoothing)
+            loss = loss + (1 - (weight if logits is not None else 0.0)) * decoder_loss
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
@@ -170,10 +170,10 @@ class SpeechTrainer(Seq2SeqTrainer):
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        written = () if self.ctc else (self.write(inputs, outputs.get("search")),)
+        predictions = () if self.ctc else (self.write(inputs, outputs.get("search")),)
         if outputs.get("ctc") is not None:
-            written += (outputs["ctc"],)
-        return loss.detach(), written, inputs["labels"]
+            predictions += (outputs["ctc"],)
+        return loss.detach(), predictions, inputs["labels"]
 
     @property
     def unread(self):
@@ -184,12 +184,12 @@ class SpeechTrainer(Seq2SeqTrainer):
 
     def write(self, inputs, search):
         """Return the tokens that the decoder writes, with CTC where it has a weight in the search."""
-        plain, beams, weight = self.accelerator.unwrap_model(self.model), self.args.generation_num_beams, 0.0
+        unwrapped, beams, weight = self.accelerator.unwrap_model(self.model), self.args.generation_num_beams, 0.0
         options = {"max_length": self.args.generation_max_length, **({"num_beams": beams} if beams else {})}
         if search is not None and (weight := self.speech.ctc_decode_weight):
-            joint = JointSearch(*search, end=plain.config.eos_token_id, weight=weight)
+            joint = JointSearch(*search, end=unwrapped.config.eos_token_id, weight=weight)
             options["logits_processor"] = LogitsProcessorList([joint])
-        return plain.generate(**{k: v for k, v in inputs.items() if k not in {"labels"} | self.unread}, **options)
+        return unwrapped.generate(**{k: v for k, v in inputs.items() if k not in {"labels"} | self.unread}, **options)
 
     def evaluate(self, eval_dataset=None, **options):
         """Return the metrics of a part, whose transcripts are those that were read."""
@@ -199,16 +199,16 @@ class SpeechTrainer(Seq2SeqTrainer):
 
     def score(self, prediction):
         """Return the error rates of what the decoder writes, and those of CTC."""
-        written = prediction.predictions
+        predictions = prediction.predictions
         scores = {}
         names = [""] if self.ctc else ["", "ctc_"]
-        for prefix, ids in zip(names, written if isinstance(written, tuple) else (written,), strict=False):
+        for prefix, ids in zip(names, predictions if isinstance(predictions, tuple) else (predictions,), strict=False):
             ids = np.where(ids < 0, self.processing_class.pad_token_id, ids)
             texts = decode(self.processing_class, ids)
             # several processes repeat rows at the end, which Seq2SeqTrainer leaves in
             texts = [normal_form(text, self.speech.normalize) for text in texts[: len(self.references)]]
-            found = metrics.score(MEASURES, texts, self.references)
-            scores |= {f"{prefix}{name}": value for name, value in found.items()}
+            values = metrics.score(MEASURES, texts, self.references)
+            scores |= {f"{prefix}{name}": value for name, value in values.items()}
         return scores
 
     def _get_eval_sampler(self, eval_dataset):

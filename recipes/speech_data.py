@@ -91,10 +91,10 @@ def _cut_sentences(rows: list[dict[str, Any]], share: float, part: str, how: str
     """Return a training part and another one without a sentence in common, in their normal form ``how``."""
     texts = [normalize(row["text"], how) for row in rows]
     sentences = sorted({*texts} - {""})
-    own = {sentences[i] for i in split_holdout(len(sentences), share)[1]}
+    part_sentences = {sentences[i] for i in split_holdout(len(sentences), share)[1]}
     return {
-        "train": [row for row, text in zip(rows, texts, strict=True) if text not in own],
-        part: [row for row, text in zip(rows, texts, strict=True) if text in own],
+        "train": [row for row, text in zip(rows, texts, strict=True) if text not in part_sentences],
+        part: [row for row, text in zip(rows, texts, strict=True) if text in part_sentences],
     }
 
 
@@ -110,7 +110,7 @@ def _read_folder(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 def _read_table(file: Path, clips: Path, split: str = "") -> list[tuple[Any, dict[str, Any]]]:
     """Return (what the column ``split`` holds, the recording with its text) of each row."""
-    rows, found = read_rows(file), []
+    rows, items = read_rows(file), []
     if not rows:
         raise GraphFilterError(f"{file} holds no rows")
     names = choose(SPELLINGS | ({"split": (split,)} if split else {}), list(rows[0]), file)
@@ -121,8 +121,8 @@ def _read_table(file: Path, clips: Path, split: str = "") -> list[tuple[Any, dic
         if not isinstance(text, str | None):
             raise GraphFilterError(f"{file}: row {number} has the transcript {text!r}, expected a text")
         item = {"audio": [str(clips / audio)], "name": audio, "text": text or ""}
-        found.append((row[names["split"]] if split else None, item))
-    return found
+        items.append((row[names["split"]] if split else None, item))
+    return items
 
 
 def _complete(
@@ -149,25 +149,25 @@ def _read_digits(root: Path, held_out: float) -> dict[str, list[dict[str, Any]]]
     sequences: dict[str, tuple[int, Collection[int]]] = dict(SEQUENCES)
     if held_out:
         count, numbers = SEQUENCES["train"]
-        kept, others = ([numbers[i] for i in places] for places in split_holdout(len(numbers), held_out))
-        sequences = {"train": (count, kept), "validation": (SEQUENCES["validation"][0], others)}
+        train, validation = ([numbers[i] for i in places] for places in split_holdout(len(numbers), held_out))
+        sequences = {"train": (count, train), "validation": (SEQUENCES["validation"][0], validation)}
     folder = root / "recordings" if (root / "recordings").is_dir() else root
     files: dict[str, dict[int, list[Path]]] = {}
     for file in sorted(folder.glob("*.wav")):
-        if found := re.fullmatch(r"(\d)_(\w+)_(\d+)", file.stem):
-            files.setdefault(found[2], {}).setdefault(int(found[3]), []).append(file)
+        if match := re.fullmatch(r"(\d)_(\w+)_(\d+)", file.stem):
+            files.setdefault(match[2], {}).setdefault(int(match[3]), []).append(file)
     if not files:
         raise GraphFilterError(f"--data: {folder} has no recordings DIGIT_SPEAKER_NUMBER.wav")
     draw = random.Random(0)
     parts = {}
     for part, (count, numbers) in sequences.items():
-        own = {k: [f for n, group in v.items() if n in numbers for f in group] for k, v in files.items()}
-        own = {speaker: group for speaker, group in own.items() if group}
+        speaker_files = {k: [f for n, group in v.items() if n in numbers for f in group] for k, v in files.items()}
+        speaker_files = {speaker: group for speaker, group in speaker_files.items() if group}
         rows = []
-        for _ in range(count if own else 0):
-            said = draw.choices(own[draw.choice(sorted(own))], k=draw.randint(2, 5))
-            text = " ".join(DIGITS[int(file.stem[0])] for file in said)
-            rows.append({"audio": [*map(str, said)], "name": " ".join(file.name for file in said), "text": text})
+        for _ in range(count if speaker_files else 0):
+            digits = draw.choices(speaker_files[draw.choice(sorted(speaker_files))], k=draw.randint(2, 5))
+            text = " ".join(DIGITS[int(file.stem[0])] for file in digits)
+            rows.append({"audio": [*map(str, digits)], "name": " ".join(file.name for file in digits), "text": text})
         parts[part] = rows
     return parts
 

@@ -123,10 +123,10 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
                 f"{args.task}, {part} part: all {len(data)} recordings are left out; the first, {reason}"
             )
         note(f"{args.task}, {part} part: {len(problems)} of {len(data)} recordings are left out; the first, {reason}")
-    good = [i for i in range(len(data)) if i not in problems]
-    data = data.remove_columns("problem").add_column("text", texts).select(good)
+    usable = [i for i in range(len(data)) if i not in problems]
+    data = data.remove_columns("problem").add_column("text", texts).select(usable)
     if part == "train" and args.join_seconds:
-        kinds, names = [i % len(speeds) for i in good], [rows[i // len(speeds)]["name"] for i in good]
+        kinds, names = [i % len(speeds) for i in usable], [rows[i // len(speeds)]["name"] for i in usable]
         data = join_neighbours(data, kinds, names, min(args.join_seconds, seconds), extractor, key)
     return data.add_column("training", [part == "train"] * len(data)), len(problems)
 
@@ -150,12 +150,12 @@ def join_neighbours(
 def _join(data: Dataset, groups: list[list[int]], names: list[str], extractor: Any) -> Iterator[dict[str, Any]]:
     rate = extractor.sampling_rate
     for members in groups:
-        found = [data[i] for i in members]
+        rows = [data[i] for i in members]
         if keeps_frames(extractor):
-            values = np.concatenate([np.frombuffer(r["audio"], np.float16).reshape(r["length"], -1) for r in found])
-            seconds = sum(row["seconds"] for row in found)
+            values = np.concatenate([np.frombuffer(r["audio"], np.float16).reshape(r["length"], -1) for r in rows])
+            seconds = sum(row["seconds"] for row in rows)
         else:
-            values = join([to_wave(row["audio"]) for row in found], [Path(names[i]).name for i in members], rate)
+            values = join([to_wave(row["audio"]) for row in rows], [Path(names[i]).name for i in members], rate)
             values, seconds = to_integers(values), len(values) / rate
         yield {"audio": values.tobytes(), "length": len(values), "seconds": seconds}
 
@@ -179,7 +179,7 @@ def _make(
     rate = extractor.sampling_rate
     for row in rows:
         for speed in speeds:
-            found: dict[str, Any] = {"audio": b"", "length": 0, "seconds": 0.0, "problem": ""}
+            item: dict[str, Any] = {"audio": b"", "length": 0, "seconds": 0.0, "problem": ""}
             try:
                 if not row["text"]:
                     raise ValueError("its transcript is empty")
@@ -195,10 +195,10 @@ def _make(
                     values = make_frames(extractor, samples).astype(np.float16)
                 else:
                     values = to_integers(samples)
-                found |= {"audio": values.tobytes(), "length": len(values), "seconds": len(samples) / rate}
+                item |= {"audio": values.tobytes(), "length": len(values), "seconds": len(samples) / rate}
             except ValueError as error:
-                found["problem"] = str(error)
-            yield found
+                item["problem"] = str(error)
+            yield item
 
 
 # ----------------------------------------------------------------------------------------------------------- batches
@@ -227,20 +227,20 @@ class SpeechBatches:
         if keeps_frames(self.extractor):
             size = self.extractor.num_mel_bins
             frames = [np.frombuffer(row["audio"], np.float16).reshape(-1, size).astype(np.float32) for row in rows]
-            tensors = [torch.from_numpy(one) for one in frames]
+            tensors = [torch.from_numpy(tensor) for tensor in frames]
             if training:
-                tensors = [self.hide(one, one.new_zeros(())) for one in tensors]
-            mask = pad_sequence([torch.ones(len(one), dtype=torch.long) for one in tensors], batch_first=True)
+                tensors = [self.hide(tensor, tensor.new_zeros(())) for tensor in tensors]
+            mask = pad_sequence([torch.ones(len(tensor), dtype=torch.long) for tensor in tensors], batch_first=True)
             return batch | {"input_features": pad_sequence(tensors, batch_first=True), "attention_mask": mask}
         waves = [to_wave(row["audio"]) for row in rows]
         options = {"sampling_rate": self.extractor.sampling_rate, "return_tensors": "pt"}
         if isinstance(self.extractor, WhisperFeatureExtractor):
-            made = self.extractor(waves, **options)
+            features = self.extractor(waves, **options)
             if training:
-                used = [len(wave) // self.extractor.hop_length for wave in waves]
-                for one, n in zip(made["input_features"], used, strict=True):
-                    one[:, :n] = self.hide(one[:, :n].T, one[:, :n].mean()).T
-            return batch | dict(made)
+                frame_counts = [len(wave) // self.extractor.hop_length for wave in waves]
+                for spectrogram, n in zip(features["input_features"], frame_counts, strict=True):
+                    spectrogram[:, :n] = self.hide(spectrogram[:, :n].T, spectrogram[:, :n].mean()).T
+            return batch | dict(features)
         return batch | dict(self.extractor(waves, padding=True, return_attention_mask=True, **options))
 
     def hide(self, frames: Tensor, value: Tensor) -> Tensor:

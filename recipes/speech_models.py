@@ -107,8 +107,8 @@ def output_lengths(model: Any, lengths: Tensor) -> Tensor:
 
 def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, special: set[int], blank: int) -> Tensor:
     """Return the mean over the rows of the CTC loss per target; targets that do not fit count as 0."""
-    keep = ~torch.isin(labels, torch.tensor([*special, -100], device=labels.device))
-    targets, counts = labels[keep], keep.sum(1)
+    is_target = ~torch.isin(labels, torch.tensor([*special, -100], device=labels.device))
+    targets, counts = labels[is_target], is_target.sum(1)
     logits = logits.float().log_softmax(-1).transpose(0, 1)
     with torch.backends.cudnn.flags(enabled=False):
         return nn.functional.ctc_loss(logits, targets, lengths, counts, blank=blank, zero_infinity=True)
@@ -117,10 +117,10 @@ def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, special: set[int],
 def read_ctc(logits: Tensor, lengths: Tensor, blank: int) -> Tensor:
     """Return the most likely token of each position, the blank beyond the end; and repetitions as blanks."""
     ids = logits.argmax(-1)
-    beyond = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
-    same = torch.zeros_like(beyond)
-    same[:, 1:] = ids[:, 1:] == ids[:, :-1]
-    return ids.masked_fill(beyond | same, blank)
+    is_padding = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
+    is_repeat = torch.zeros_like(is_padding)
+    is_repeat[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    return ids.masked_fill(is_padding | is_repeat, blank)
 
 
 def input_lengths(inputs: dict[str, Tensor]) -> Tensor:

@@ -39,10 +39,10 @@ def summarise(content: dict[str, Any]) -> dict[str, Any]:
         values = group_by_seed(content, variant, content["metric"])
         summary[variant] = {"values": {str(seed): value for seed, value in values.items()}}
         for name, metric in metrics.items() if variant != PLAIN else ():
-            plain, treated = group_by_seed(content, PLAIN, metric), group_by_seed(content, variant, metric)
-            shared = [seed for seed in treated if math.isfinite(plain.get(seed, math.nan) - treated[seed])]
+            baseline, treated = group_by_seed(content, PLAIN, metric), group_by_seed(content, variant, metric)
+            shared = [seed for seed in treated if math.isfinite(baseline.get(seed, math.nan) - treated[seed])]
             if shared:
-                paired = paired_comparison([plain[s] for s in shared], [treated[s] for s in shared])
+                paired = paired_comparison([baseline[s] for s in shared], [treated[s] for s in shared])
                 summary[variant][name] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
     return summary
 
@@ -62,8 +62,8 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     metric = content["metric"].partition("/")[2]
     header = ["variant", "seeds", metric, "difference", "p", "loss difference", "filter moved", "parameters"]
     metrics = dict.fromkeys(name for run in content["runs"] for name in run["metrics"])
-    others = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
-    header += [name.replace("/", " ") for name in others]
+    other_metrics = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
+    header += [name.replace("/", " ") for name in other_metrics]
     costs = {"epoch_seconds": "seconds an epoch", "peak_mb": "peak MB"}
     costs = {name: title for name, title in costs.items() if metrics and all(name in run for run in content["runs"])}
     header += costs.values()
@@ -74,17 +74,17 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             continue
         difference, loss = (values.get(name) for name in ("difference", "loss difference"))
         p = "" if not difference or difference["p"] is None else f"{difference['p']:.3f}"
-        moved: dict[str, list[float]] = {}
+        changes: dict[str, list[float]] = {}
         for run in runs:
             for name, value in run["moved"].items():
                 if value:  # the others are fixed
-                    moved.setdefault(name, []).append(value)
+                    changes.setdefault(name, []).append(value)
         row = [name_variant(variant), str(len(runs)), mean_and_sd([*values["values"].values()])]
         row += [format_interval(difference), p, format_interval(loss)]
-        row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items())]
+        row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in changes.items())]
         row += [str(runs[0]["filter_parameters"])]
         has = {name for run in runs for name in run["metrics"]}
-        row += [mean_and_sd([*group_by_seed(content, variant, n).values()]) if n in has else "" for n in others]
+        row += [mean_and_sd([*group_by_seed(content, variant, n).values()]) if n in has else "" for n in other_metrics]
         spent = {name: [run[name] for run in runs if name in run] for name in costs}
         rows.append(row + [f"{statistics.median(values):,g}" if values else "" for values in spent.values()])
     return header, rows
@@ -103,10 +103,10 @@ def plot_differences(content: dict[str, Any], file: Path) -> None:
     variants = [name for name, summary in content["summary"].items() if summary.get("difference")]
     figure = make_figure(7, 1.6 + 0.45 * len(variants))
     axes = figure.subplots()
-    plain = content["summary"][PLAIN]["values"]
+    baseline = content["summary"][PLAIN]["values"]
     for row, variant in enumerate(variants):
         summary = content["summary"][variant]
-        values = [x - plain[seed] for seed, x in summary["values"].items() if seed in plain]
+        values = [x - baseline[seed] for seed, x in summary["values"].items() if seed in baseline]
         axes.scatter(values, [row] * len(values), color="tab:blue", alpha=0.4, s=18)
         paired = summary["difference"]
         low, high = paired["low"], paired["high"]
@@ -118,7 +118,7 @@ def plot_differences(content: dict[str, Any], file: Path) -> None:
     axes.set(
         ylim=(len(variants) - 0.5, -0.5), xlabel=figure_text(f"{content['metric']} - baseline ({better} is better)")
     )
-    axes.set_title(figure_text(f"{content['model']} on {content['task']}, {len(plain)} seeds"), fontsize=10)
+    axes.set_title(figure_text(f"{content['model']} on {content['task']}, {len(baseline)} seeds"), fontsize=10)
     save_figure(figure, file)
 
 
@@ -132,18 +132,18 @@ def plot_sweep(content: dict[str, Any], file: Path, variants: Iterable[str] | No
         values = [x for x in content["summary"][variant]["values"].values() if math.isfinite(x)]
         if variant != PLAIN and values:
             first, *rest = variant.split(", ")
-            axis, _, at = first.partition("=")
-            points.setdefault(", ".join(rest), []).append((at, values))
+            axis, _, value = first.partition("=")
+            points.setdefault(", ".join(rest), []).append((value, values))
     figure = make_figure(6, 3.6)
     axes = figure.subplots()
     for i, (label, line) in enumerate(points.items()):
         means = [sum(v) / len(v) for _, v in line]
         spread = [(max(v) - min(v)) / 2 for _, v in line]
-        at, name = [figure_text(x) for x, _ in line], figure_text(label) or None
-        axes.errorbar(at, means, spread, marker="o", capsize=3, color=f"C{i}", label=name)
-    plain = [x for x in content["summary"][PLAIN]["values"].values() if math.isfinite(x)]
-    if plain:
-        axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="baseline")
+        ticks, name = [figure_text(x) for x, _ in line], figure_text(label) or None
+        axes.errorbar(ticks, means, spread, marker="o", capsize=3, color=f"C{i}", label=name)
+    baseline = [x for x in content["summary"][PLAIN]["values"].values() if math.isfinite(x)]
+    if baseline:
+        axes.axhline(sum(baseline) / len(baseline), color="grey", linestyle="--", label="baseline")
     seeds = len(content["summary"][PLAIN]["values"])
     title = f"{content['model']} on {content['task']}, {seeds} seeds"
     axes.set(xlabel=figure_text(axis), ylabel=figure_text(content["metric"]), title=figure_text(title))
@@ -153,12 +153,12 @@ def plot_sweep(content: dict[str, Any], file: Path, variants: Iterable[str] | No
 
 def compare_results(settings: Settings, content: dict[str, Any], other: dict[str, Any]) -> tuple[Any, list[str]]:
     """Return (results by variant with the other ones below each, as a table; the settings in which they differ)."""
-    mine, theirs = ({row[0]: row[1:4] for row in summary_rows(results)[1]} for results in (content, other))
+    own_rows, other_rows = ({row[0]: row[1:4] for row in summary_rows(results)[1]} for results in (content, other))
     rows, differing = [], set()
-    for name in dict.fromkeys([*mine, *theirs]):
-        rows.append([name, *mine.get(name, [""] * 3)])
-        rows += [["  other", *theirs[name]]] if name in theirs else []
-    for name in mine.keys() & theirs.keys():
+    for name in dict.fromkeys([*own_rows, *other_rows]):
+        rows.append([name, *own_rows.get(name, [""] * 3)])
+        rows += [["  other", *other_rows[name]]] if name in other_rows else []
+    for name in own_rows.keys() & other_rows.keys():
         runs = ((r for r in c["runs"] if name_variant(r["variant"]) == name) for c in (content, other))
-        differing.update(settings.list_differences(*(next(of_one)["settings"] for of_one in runs)))
+        differing.update(settings.list_differences(*(next(matches)["settings"] for matches in runs)))
     return table(["variant", "seeds", content["metric"].partition("/")[2], "difference"], rows), sorted(differing)

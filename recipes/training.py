@@ -86,7 +86,7 @@ def fit(
     clock = Clock()
     trainer.add_callback(clock)
     begin_peak_memory(training.device)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         with mark_refusals():
             train(trainer, last_checkpoint(Path(training.output_dir)))
@@ -94,7 +94,7 @@ def fit(
         if "metric_for_best_model" not in str(error):
             raise
         raise GraphFilterError(f"--metric_for_best_model: {error.args[0]}") from error
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_time
     trainer.remove_callback(EarlyStoppingCallback)  # which would miss its metric in the evaluations of other parts
     training.logging_nan_inf_filter = False  # or evaluations would leave out the batches in which a model diverged
     costs = {"peak_mb": round(peak_memory(training.device)), **clock.costs()}
@@ -121,11 +121,11 @@ def make_trainer(
 ) -> Trainer:
     """Return an ordinary Trainer with an optimizer group for the filter, whose coefficients and losses are logged."""
     trainer = trainer_class(model=model, args=training, **options)
-    order, held = (
+    get_sampler, trainer_ref = (
         type(trainer)._get_train_sampler,
         weakref.ref(trainer),
     )  # no cycle: its model is freed with the trainer
-    trainer._get_train_sampler = lambda *rows: seed_sampler(order(held(), *rows), training, held())
+    trainer._get_train_sampler = lambda *rows: seed_sampler(get_sampler(trainer_ref(), *rows), training, trainer_ref())
     if any(True for _ in filter_parameters(model)):
         trainer.add_callback(CoefficientCallback())
         # an attribute, since Seq2SeqTrainer does not take the argument
@@ -161,10 +161,10 @@ class Order(LengthGroupedSampler):
     def __iter__(self) -> Iterator[int]:
         rows = list(super().__iter__())
         batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        full = len(rows) // self.batch_size
+        num_full = len(rows) // self.batch_size
         # The batch with the longest row stays first, so that memory runs out at once; a smaller batch stays last.
-        order = sorted(torch.randperm(full, generator=self.generator).tolist(), key=bool)
-        return (row for i in [*order, *range(full, len(batches))] for row in batches[i])
+        order = sorted(torch.randperm(num_full, generator=self.generator).tolist(), key=bool)
+        return (row for i in [*order, *range(num_full, len(batches))] for row in batches[i])
 
 
 class SetOrder(TrainerCallback):
@@ -207,18 +207,18 @@ def measure_outcome(
         (mean over heads, by patched layer) and ``moved`` (mean distance of each kind from its start).
     """
     coefficients: dict[str, list[float]] = {}
-    moved: dict[str, list[float]] = {}
+    distances: dict[str, list[float]] = {}
     for before, after in zip(start, filter_status(model), strict=True):
         for name, value in after.coefficients.items():
             coefficients.setdefault(name, []).append(round(value.mean().item(), 6))
-            moved.setdefault(name, []).append((value - before.coefficients[name]).abs().mean().item())
+            distances.setdefault(name, []).append((value - before.coefficients[name]).abs().mean().item())
     return {
         "metrics": metrics,
         "train_seconds": round(seconds, 1),
         "steps": steps,
         "filter_parameters": sum(p.numel() for p in filter_parameters(model)),
         "coefficients": coefficients,
-        "moved": {name: round(sum(v) / len(v), 6) for name, v in moved.items()},
+        "moved": {name: round(sum(v) / len(v), 6) for name, v in distances.items()},
     }
 
 

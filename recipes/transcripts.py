@@ -58,12 +58,12 @@ def train_characters(texts: Iterator[str]) -> Any:
 def encode(data: dict[str, Dataset], tokenizer: Any, ctc: bool, start: int | None) -> dict[str, Dataset]:
     """Return the parts with ``labels``; models that write get the end of the text too, but not its beginning."""
 
-    def ids(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         rows = tokenizer(batch["text"], add_special_tokens=not ctc)["input_ids"]
         skip = (start, tokenizer.bos_token_id)
         return {"labels": [row[1:] if not ctc and row and row[0] in skip else row for row in rows]}
 
-    encoded = {part: rows.map(ids, batched=True, input_columns=None) for part, rows in data.items()}
+    encoded = {part: rows.map(encode_batch, batched=True, input_columns=None) for part, rows in data.items()}
     if (unknown := tokenizer.unk_token_id) is not None and unknown != tokenizer.eos_token_id:
         for part, rows in encoded.items():
             if count := sum(unknown in row for row in rows["labels"]):
@@ -108,5 +108,5 @@ def drop_long_texts(data: dict[str, Dataset], limit: int) -> tuple[Dataset, int]
         if count:
             note(f"train part: {count} of {len(rows)} transcripts have more than {limit} tokens: left out")
         if part == "train":
-            kept = rows.select(fits), count
-    return kept
+            result = rows.select(fits), count
+    return result

@@ -32,9 +32,9 @@ def choose_variants(
             f"{changed[fixed[0]]!r} changes {fixed[0]}, which all models of a comparison share: give --{fixed[0]} for "
             "all of them"
         )
-    if others := sorted(changed.keys() - FILTERS):
-        said = ", ".join(f"{key}={(settings.defaults | values).get(key)}" for key in others)
-        note(f"the baseline keeps {said}: differences from it may come from these settings too")
+    if other_settings := sorted(changed.keys() - FILTERS):
+        baseline_values = ", ".join(f"{key}={(settings.defaults | values).get(key)}" for key in other_settings)
+        note(f"the baseline keeps {baseline_values}: differences from it may come from these settings too")
     return BASELINE | chosen
 
 
@@ -57,11 +57,11 @@ def _choose(
             raise GraphFilterError("--sweep varies a filter, but --filter is none")
         chosen = {}
         for point in itertools.product(*axes.values()):
-            at = dict(zip(axes, point, strict=True))
-            overrides = {k: v for k, v in at.items() if k in settings.actions}
-            if options := [f"{k}={v}" for k, v in at.items() if k not in settings.actions]:
+            point_values = dict(zip(axes, point, strict=True))
+            overrides = {k: v for k, v in point_values.items() if k in settings.actions}
+            if options := [f"{k}={v}" for k, v in point_values.items() if k not in settings.actions]:
                 overrides["filter_options"] = options
-            chosen[", ".join(f"{k}={v}" for k, v in at.items())] = overrides
+            chosen[", ".join(f"{k}={v}" for k, v in point_values.items())] = overrides
         return chosen
     if named := sections["variants"]:
         if unknown := [name for name in only or () if name not in named]:
@@ -79,15 +79,15 @@ def drop_others(
 
     Differences in what is ``ignored`` do not count.
     """
-    own = {
+    identities = {
         name: settings.identity(settings.override(values, overrides))
         for name, overrides in (BASELINE | _choose(settings, values, sections)).items()
     }
-    other = [
+    dropped = [
         run
         for run in content["runs"]
         if run["settings"]
-        and {*settings.list_differences(run["settings"], own.get(run["variant"], run["settings"]))} - {*ignored}
+        and {*settings.list_differences(run["settings"], identities.get(run["variant"], run["settings"]))} - {*ignored}
     ]
-    content["runs"] = [run for run in content["runs"] if run not in other]
-    return [*dict.fromkeys(run["variant"] for run in other)]
+    content["runs"] = [run for run in content["runs"] if run not in dropped]
+    return [*dict.fromkeys(run["variant"] for run in dropped)]

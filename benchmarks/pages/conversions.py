@@ -45,12 +45,12 @@ def conversion_tables(task: str) -> str:
         config = report["config"]
         error = f"{report['error_before']:.3f} → **{report['error']:.3f}**"
         error += "".join(f"; {value:.3f} without {part}" for part, value in parts.items())
-        what = f"`{case['name']}`: {config['filter']}, window {config['window']}"
-        what += f", {config['sinks']} sinks" if config.get("sinks") else ""
-        what += f", far {config.get('far', 'all')}"
+        description = f"`{case['name']}`: {config['filter']}, window {config['window']}"
+        description += f", {config['sinks']} sinks" if config.get("sinks") else ""
+        description += f", far {config.get('far', 'all')}"
         steps = sum(stage["steps"] for stage in report["stages"].values())
         counts = [f"{n:,}" for n in (report["parameters"], report["tokens"], steps)]
-        body.append([what, options, *counts, error, "<br>".join(measures)])
+        body.append([description, options, *counts, error, "<br>".join(measures)])
     header = [
         "case",
         "options",
@@ -68,31 +68,31 @@ def conversion_tables(task: str) -> str:
     dates: dict[str, list[str]] = {}
     for case in cases:
         dates.setdefault(f"{case['device']}, torch {case['torch']}", []).append(case["date"])
-    where = "; ".join(f"{machine}, {days(those)}" for machine, those in dates.items())
-    tested = []
+    provenance = "; ".join(f"{machine}, {days(case_dates)}" for machine, case_dates in dates.items())
+    test_parts = []
     if cases[0]["after"]:
         names = list(cases[0]["after"])
         cells = [["original", *(f"{cases[0]['before'][name]:.4g}" for name in names)]]
         cells += [[f"`{case['name']}`", *(f"{case['after'][name]:.4g}" for name in names)] for case in cases]
-        tested = ["*On the test part*", markdown_table(["", *names], cells)]
-    timed = []
+        test_parts = ["*On the test part*", markdown_table(["", *names], cells)]
+    time_parts = []
     for title, key in (("A forward pass, of one text", "speed"), ("Decoding, a token", "decoding")):
-        found = {case["name"]: case["report"][key] for case in cases if case["report"].get(key)}
-        if found:
-            counts = sorted({row["tokens"] for rows in found.values() for row in rows})
+        speeds = {case["name"]: case["report"][key] for case in cases if case["report"].get(key)}
+        if speeds:
+            counts = sorted({row["tokens"] for rows in speeds.values() for row in rows})
             cells = [
-                [f"`{name}`", *(f"{by[n]['ratio']:.2f}" if n in by else "" for n in counts)]
-                for name, by in ((name, {row["tokens"]: row for row in rows}) for name, rows in found.items())
+                [f"`{name}`", *(f"{by_tokens[n]['ratio']:.2f}" if n in by_tokens else "" for n in counts)]
+                for name, by_tokens in ((name, {row["tokens"]: row for row in rows}) for name, rows in speeds.items())
             ]
-            timed += [f"*{title}: time over the original's, by the number of tokens*"]
-            timed += [markdown_table(["case", *(f"{n:,}" for n in counts)], cells)]
+            time_parts += [f"*{title}: time over the original's, by the number of tokens*"]
+            time_parts += [markdown_table(["case", *(f"{n:,}" for n in counts)], cells)]
     return "\n\n".join(
         [
-            f"**{cases[0]['about']}** {where}.",
+            f"**{cases[0]['about']}** {provenance}.",
             markdown_table(header, body),
-            *tested,
+            *test_parts,
             "*Relative error by the number of tokens that a token sees*",
             markdown_table(["case", *contexts], rows),
-            *timed,
+            *time_parts,
         ]
     )

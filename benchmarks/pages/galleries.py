@@ -26,15 +26,15 @@ def gallery(section: str) -> str:
         quantities.setdefault(row["quantity"], []).append(float(row["mean"]))
     names = [name for name, _ in curves]
     body = []
-    for (name, stack), found in curves.items():
-        cells = [name_variant(name) + (f", {stack}" if names.count(name) > 1 else ""), str(len(found["K=3"]))]
+    for (name, stack), means in curves.items():
+        cells = [name_variant(name) + (f", {stack}" if names.count(name) > 1 else ""), str(len(means["K=3"]))]
         for quantity, (_, form) in GALLERY.items():
-            values = found[quantity]
-            furthest = max(values, key=lambda x: abs(x - values[0]))
-            between = "" if furthest in (values[0], values[-1]) else f"{furthest:{form}} … "
+            values = means[quantity]
+            extreme = max(values, key=lambda x: abs(x - values[0]))
+            between = "" if extreme in (values[0], values[-1]) else f"{extreme:{form}} … "
             cells.append(f"{values[0]:{form}} … {between}{values[-1]:{form}}")
         for K in (3, 10):
-            shares = [value / (2 * K) for value in found[f"K={K}"]]
+            shares = [value / (2 * K) for value in means[f"K={K}"]]
             cells.append(f"{min(shares):.0%} to {max(shares):.0%}")
         body.append(cells)
     header = ["model", "layers", *(title for title, _ in GALLERY.values()), "E_3 of its bound", "E_10 of its bound"]
@@ -49,16 +49,16 @@ def gallery_costs() -> str:
 
 def write_references() -> None:
     """Write the values that the page of a report compares a model with: the last layer of the pretrained models."""
-    last: dict[tuple[str, str], dict] = {}
+    last_rows: dict[tuple[str, str], dict] = {}
     for row in read("gallery-cpu-pretrained"):
         case = row["model"], row["stack"]
-        if row["quantity"] == "cosine" and int(row["layer"]) >= int(last.get(case, row)["layer"]):
-            last[case] = row
+        if row["quantity"] == "cosine" and int(row["layer"]) >= int(last_rows.get(case, row)["layer"]):
+            last_rows[case] = row
     names = ["model", "stack", "layers", "quantity", "mean", "sd", "samples", "data", "date"]
     with REFERENCES.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(last.values())
+        writer.writerows(last_rows.values())
     print(f"wrote {REFERENCES.name}")
 
 
@@ -69,5 +69,5 @@ def likeness_table() -> str:
     for row in rows:
         body.setdefault((row["model"], row["other"]), []).append(f"{row['mean']} ({row['low']} to {row['high']})")
     header = ["model", "other", *dict.fromkeys(row["training"] for row in rows)]
-    about = f"Mean over {rows[0]['texts']} texts, with the range of the middle 80 %."
-    return f"{about} {where(rows)}\n\n{markdown_table(header, [[*pair, *cells] for pair, cells in body.items()])}"
+    caption = f"Mean over {rows[0]['texts']} texts, with the range of the middle 80 %."
+    return f"{caption} {where(rows)}\n\n{markdown_table(header, [[*pair, *cells] for pair, cells in body.items()])}"

@@ -13,13 +13,13 @@ def single_layers() -> str:
     rows = read("single-layers-cpu")
     body = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        here = [row for row in rows if row["model"] == model]
-        for variant in dict.fromkeys(row["variant"] for row in here):
-            found = [row for row in here if row["variant"] == variant]
-            seeds = {row["seed"] for row in found}
-            means = [fmean(float(row["error"]) for row in found if row["seed"] == seed) for seed in seeds]
+        model_rows = [row for row in rows if row["model"] == model]
+        for variant in dict.fromkeys(row["variant"] for row in model_rows):
+            variant_rows = [row for row in model_rows if row["variant"] == variant]
+            seeds = {row["seed"] for row in variant_rows}
+            means = [fmean(float(row["error"]) for row in variant_rows if row["seed"] == seed) for seed in seeds]
             spread = f" ± {stdev(means):.4f}" if len(means) > 1 else ""
-            parameters = f"{int(found[0]['parameters']):,}"
+            parameters = f"{int(variant_rows[0]['parameters']):,}"
             body.append([TITLES[model], f"`{variant}`", f"{fmean(means):.4f}{spread}", str(len(seeds)), parameters])
     header = ["model and texts", "filter", "relative squared error", "seeds", "parameters per layer"]
     steps = rows[0]["steps"] if rows else "0"
@@ -33,9 +33,9 @@ def blocks_table() -> str:
     header = ["model", "blocks", "tokens", "all layers, MB", "in blocks, MB", "ratio", "time, ratio", "difference"]
     body = []
     for row in rows:
-        whole, blocks = float(row["whole mb"]), float(row["blocks mb"])
+        all_layers, blocks = float(row["whole mb"]), float(row["blocks mb"])
         time = float(row["blocks seconds"]) / float(row["whole seconds"])
-        numbers = [f"{whole:.0f}", f"{blocks:.0f}", f"{blocks / whole:.2f}", f"{time:.2f}"]
+        numbers = [f"{all_layers:.0f}", f"{blocks:.0f}", f"{blocks / all_layers:.2f}", f"{time:.2f}"]
         body.append([row["model"], row["blocks"], row["tokens"], *numbers, row["difference"]])
     text = (
         f"The stage `attention` with {int(rows[0]['budget']):,} tokens in all; the column *tokens* is the length of a "

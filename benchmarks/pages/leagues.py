@@ -58,16 +58,16 @@ def answers() -> str:
     """Return a table of each difference from the baseline that stands after the correction."""
     rows = []
     for name, question in QUESTIONS.items():
-        league, found = read_league(name)
-        header, body = overview(league, found, league.stages[-1])
+        league, records = read_league(name)
+        header, body = overview(league, records, league.stages[-1])
         baseline = next(row for row in body if row[0] == name_variant(PLAIN))
-        stands = [
+        significant = [
             [question, row[0], task, plain, cell]
             for row in body
             for task, plain, cell in zip(header[1:-1], baseline[1:-1], row[1:-1], strict=True)
             if "**" in cell
         ]
-        rows += stands or [[question, "none", "", "", ""]]
+        rows += significant or [[question, "none", "", "", ""]]
     return markdown_table(["question", "variant", "task", "baseline", "difference, 95 % interval"], rows)
 
 
@@ -75,16 +75,16 @@ def equal_time() -> str:
     """Return all differences from a baseline that trained as long, with p-values corrected for all of them."""
     rows, probabilities = [], []
     for name in QUESTIONS:
-        league, found = read_league(name)
+        league, records = read_league(name)
         longer = next((variant for variant in league.variants if variant.startswith(PLAIN)), None)
         if longer is None:
             continue
         stage = league.stages[-1]
-        titles = dict(zip(stage.tasks, overview(league, found, stage)[0][1:-1], strict=True))
+        titles = dict(zip(stage.tasks, overview(league, records, stage)[0][1:-1], strict=True))
         for task, variant in itertools.product(stage.tasks, league.variants):
             if variant == longer or (variant == ALL_LAYERS and not name.startswith("time")):  # its steps take longer
                 continue
-            plain, treated = (read_values(league, found, task, v, stage.seeds) for v in (longer, variant))
+            plain, treated = (read_values(league, records, task, v, stage.seeds) for v in (longer, variant))
             pairs = [(plain[seed], treated[seed]) for seed in plain.keys() & treated.keys()]
             baseline, values = zip(*pairs, strict=True)
             paired = paired_comparison(baseline, values)
@@ -100,18 +100,18 @@ def equal_time() -> str:
 
 def league_tables(name: str) -> str:
     """Write the verdict, the tables of each stage, and how long the unpatched model was trained."""
-    league, found = read_league(name)
-    made = [f"**{verdict(league, found)}**"]
+    league, records = read_league(name)
+    paragraphs = [f"**{verdict(league, records)}**"]
     for number, stage in enumerate(league.stages, 1):
-        if comparisons(league, found, stage):
+        if comparisons(league, records, stage):
             title = f"Stage {number}, seeds {min(stage.seeds)} to {max(stage.seeds)}" if len(league.stages) > 1 else ""
-            made += [f"*{title}*" if title else "", markdown_table(*overview(league, found, stage))]
-            made += fold("Details", *details(league, found, stage))
-            if len(league.choose_variants(found, stage)) <= FEW:
-                made += fold(
-                    "filters among each other, not corrected for their number", *compare_filters(league, found, stage)
+            paragraphs += [f"*{title}*" if title else "", markdown_table(*overview(league, records, stage))]
+            paragraphs += fold("Details", *details(league, records, stage))
+            if len(league.choose_variants(records, stage)) <= FEW:
+                paragraphs += fold(
+                    "filters among each other, not corrected for their number", *compare_filters(league, records, stage)
                 )
-    runs = [run for run in found.values() if "machine" in run]
+    runs = [run for run in records.values() if "machine" in run]
     machines = sorted(
         f"{run['machine']}, torch {run['versions']['torch']}, transformers {run['versions']['transformers']}"
         for run in runs
@@ -119,13 +119,13 @@ def league_tables(name: str) -> str:
     dates = [run["date"] for run in runs]
     for kind, title in FIGURES.items():
         file = f"figures/league-{name}-{kind}.png"
-        made += [f"![{title}]({file})"] if (ROOT / "docs" / file).is_file() else []
-    header, rows = levels(league, found)
+        paragraphs += [f"![{title}]({file})"] if (ROOT / "docs" / file).is_file() else []
+    header, rows = levels(league, records)
     title = "*How far the baseline was trained (the seeds of all stages)*"
-    made += [title, markdown_table(header, rows)] if rows else []
-    made += fold("tuning, on validation, one seed", *tuning(league, found))
-    made += [f"{'; '.join(dict.fromkeys(machines))}. {days(dates)}."]
-    return "\n\n".join(filter(None, made))
+    paragraphs += [title, markdown_table(header, rows)] if rows else []
+    paragraphs += fold("tuning, on validation, one seed", *tuning(league, records))
+    paragraphs += [f"{'; '.join(dict.fromkeys(machines))}. {days(dates)}."]
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def fold(title: str, header: list[str], rows: list[list[str]]) -> list[str]:

@@ -12,10 +12,10 @@ def agf_ratios(device: str = "cpu") -> str:
     timed = [row for row in read(f"agf-{device}-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
     lengths = sorted({int(row["n"]) for row in timed})
     body = []
-    for causal, which in dict.fromkeys((row["causal"], row["pass"]) for row in timed):
-        ratios = {int(r["n"]): over_plain(r) for r in timed if (r["causal"], r["pass"]) == (causal, which)}
+    for causal, pass_name in dict.fromkeys((row["causal"], row["pass"]) for row in timed):
+        ratios = {int(r["n"]): over_plain(r) for r in timed if (r["causal"], r["pass"]) == (causal, pass_name)}
         mask = "causal" if causal == "True" else "every token sees all"
-        body.append([f"{mask}, {which}", *(f"{ratios[n]:.2f}" if n in ratios else "" for n in lengths)])
+        body.append([f"{mask}, {pass_name}", *(f"{ratios[n]:.2f}" if n in ratios else "" for n in lengths)])
     return markdown_table(["AGF / SDPA, by tokens", *(f"{n:,}" for n in lengths)], body)
 
 
@@ -26,30 +26,30 @@ def agf_speed(device: str = "cpu") -> str:
     memory = {(int(r["n"]), r["causal"] == "True", r["pass"], r["form"]): r["peak_mb"] for r in peaks}
     parts, body = [], []
     for causal in (False, True):
-        for which in ("fwd", "fwd+bwd"):
-            chosen = (row for row in timed if (row["causal"], row["pass"]) == (causal, which))
-            cases = {n: forms for (n,), forms in pivot(chosen, "n").items()}
+        for pass_name in ("fwd", "fwd+bwd"):
+            rows = (row for row in timed if (row["causal"], row["pass"]) == (causal, pass_name))
+            cases = {n: forms for (n,), forms in pivot(rows, "n").items()}
             for n, forms in cases.items():
                 plain, agf = forms.get("plain"), forms["agf"]
                 body.append(
                     [
                         "causal" if causal else "full",
-                        which,
+                        pass_name,
                         n,
                         f"{plain['median_ms']:,.1f}" if plain else "",
                         f"{agf['median_ms']:,.1f}",
                         f"**{float(agf['ratio_to_plain']):.3f}**" if plain else "",
                         " / ".join(
-                            memory.get((n, causal, which, form), "-")
+                            memory.get((n, causal, pass_name, form), "-")
                             for form in (("plain", "agf") if plain else ("agf",))
                         ),
                     ]
                 )
             faster = [n for n, f in cases.items() if "plain" in f and float(f["agf"]["ratio_to_plain"]) < 1]
             parts.append(
-                f"- {'causal' if causal else 'every token sees all'}, {which}: time grows as "
-                f"n^{fit_growth(timed, causal, which):.2f} between 4k and 64k; the faster one from n = {min(faster)} "
-                f"on (of the lengths measured)."
+                f"- {'causal' if causal else 'every token sees all'}, {pass_name}: time grows as "
+                f"n^{fit_growth(timed, causal, pass_name):.2f} between 4k and 64k; the faster one from n = "
+                f"{min(faster)} on (of the lengths measured)."
             )
     header = ["mask", "pass", "n", "SDPA ms", "AGF ms", "AGF / SDPA", "peak MB (SDPA / AGF)"]
     caption = (
@@ -99,13 +99,13 @@ def batch_table(rows: list[dict]) -> str:
     cases = pivot(rows, "case", "causal", "n", "pass")
     body = []
     for case, causal, n in dict.fromkeys(key[:3] for key in cases):
-        batch, over = case.removeprefix("batch of ").split(", over ")
+        batch, reference = case.removeprefix("batch of ").split(", over ")
         cells = []
-        for which in ("fwd", "fwd+bwd"):
-            plain, agf = (cases[case, causal, n, which][form] for form in ("plain", "agf"))
+        for pass_name in ("fwd", "fwd+bwd"):
+            plain, agf = (cases[case, causal, n, pass_name][form] for form in ("plain", "agf"))
             times = (f"{float(x['median_ms']):,.1f}" for x in (plain, agf))
             cells += [*times, f"**{agf['ratio_to_plain']}**"]
-        body.append([over, MASKS[causal], f"{batch} x {n}", *cells])
+        body.append([reference, MASKS[causal], f"{batch} x {n}", *cells])
     header = ["over", "mask", "batch x n", "fwd ms", "AGF ms", "ratio", "fwd+bwd ms", "AGF ms", "ratio"]
     return markdown_table(header, body)
 
@@ -136,12 +136,12 @@ def linear_tables() -> str:
     for section, caption in captions.items():
         rows = read(f"linear-cpu-{section}")
         body, names = [], [form for form in LINEAR if any(row["form"] == form for row in rows)]
-        for (which, n), forms in pivot(rows, "pass", "n").items():
+        for (pass_name, n), forms in pivot(rows, "pass", "n").items():
             ms = {form: float(row["median_ms"]) for form, row in forms.items()}
             times = [f"{ms[form]:,.1f}" if form in ms else "" for form in names]
-            memory = " / ".join(peaks.get((n, which, form), "-") for form in names)
-            over = [f"**{forms[form]['ratio_to_plain']}**" if "plain" in ms else "" for form in names[1:]]
-            body.append([which, f"{int(n):,}", *times, *over, *([memory] if section == "attention" else [])])
+            memory = " / ".join(peaks.get((n, pass_name, form), "-") for form in names)
+            ratios = [f"**{forms[form]['ratio_to_plain']}**" if "plain" in ms else "" for form in names[1:]]
+            body.append([pass_name, f"{int(n):,}", *times, *ratios, *([memory] if section == "attention" else [])])
         header = ["pass", "n", *(LINEAR[form] for form in names), *(f"{LINEAR[form]} / SDPA" for form in names[1:])]
         parts += [f"{caption} {where(rows)}", markdown_table(header + ["peak MB"] * (section == "attention"), body)]
         if section == "attention":
@@ -190,9 +190,9 @@ def by_length(rows: list[dict], more: dict[str, dict[str, str]]) -> str:
 def scan_table() -> str:
     rows = read("synvolution-cpu")
     body = []
-    for (case, which, n), forms in pivot(rows, "case", "pass", "n").items():
+    for (case, pass_name, n), forms in pivot(rows, "case", "pass", "n").items():
         times = [forms[form]["median_ms"] for form in ("plain", "blocks")]
-        body.append([case, which, f"{int(n):,}", *times, f"**{forms['blocks']['ratio_to_plain']}**"])
+        body.append([case, pass_name, f"{int(n):,}", *times, f"**{forms['blocks']['ratio_to_plain']}**"])
     header = ["", "pass", "n", "parallel scan of Algorithm 1 ms", "blocks ms", "ratio"]
     text = "One sequence. Times are medians; ratios are medians of ratios taken side by side."
     return f"{text} {where(rows)}\n\n{markdown_table(header, body)}"
@@ -200,13 +200,13 @@ def scan_table() -> str:
 
 def gibbs_table() -> str:
     """Return how each kernel approximates a step, by order."""
-    found = {(row["kernel"], row["K"]): row for row in read("gibbs")}
-    kernels, orders = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    cases = {(row["kernel"], row["K"]): row for row in read("gibbs")}
+    kernels, orders = (list(dict.fromkeys(key[i] for key in cases)) for i in (0, 1))
     header = ["kernel", *(f"overshoot, K = {K}" for K in orders), *(f"0.9 from x =, K = {K}" for K in orders)]
     body = [
         [f"`{kernel}`"]
-        + [f"{100 * float(found[kernel, K]['overshoot']):.1f} %" for K in orders]
-        + [found[kernel, K]["reaches"] or "nowhere" for K in orders]
+        + [f"{100 * float(cases[kernel, K]['overshoot']):.1f} %" for K in orders]
+        + [cases[kernel, K]["reaches"] or "nowhere" for K in orders]
         for kernel in kernels
     ]
     return markdown_table(header, body)
@@ -217,10 +217,10 @@ def threshold_table() -> str:
     rows, timed = read("linear-cpu-short-memory"), read("linear-cpu-short")
     times = pivot(timed, "pass", "n")
     body = []
-    for (which, n), forms in pivot(rows, "pass", "n").items():
+    for (pass_name, n), forms in pivot(rows, "pass", "n").items():
         plain, linear = (forms[form]["peak_mb"] for form in ("plain", "singularformer"))
-        time = times[which, n]["singularformer"]["ratio_to_plain"]
-        body.append([which, n, plain, linear, f"**{float(linear) / float(plain):.2f}**", f"**{float(time):.2f}**"])
+        time = times[pass_name, n]["singularformer"]["ratio_to_plain"]
+        body.append([pass_name, n, plain, linear, f"**{float(linear) / float(plain):.2f}**", f"**{float(time):.2f}**"])
     header = ["pass", "n", "SDPA, peak MB", "Singularformer, peak MB", "memory / SDPA", "time / SDPA"]
-    about = "Batches of 64 sequences, 12 heads of 64 features, r = 64, float32; the peak over the inputs."
-    return f"{about} Memory: {where(rows)} Time: {where(timed)}\n\n{markdown_table(header, body)}"
+    caption = "Batches of 64 sequences, 12 heads of 64 features, r = 64, float32; the peak over the inputs."
+    return f"{caption} Memory: {where(rows)} Time: {where(timed)}\n\n{markdown_table(header, body)}"

@@ -25,8 +25,8 @@ def read_models(kind: str) -> list[dict]:
 
 def of(model: dict, *what: str) -> list[dict]:
     """Return the measurements of some kinds that gave values, by their order in ``what`` and by length."""
-    found = [m for m in model["measurements"] if m["what"] in what and "refused" not in m["values"]]
-    return sorted(found, key=lambda m: (what.index(m["what"]), m.get("tokens", 0), m.get("batch", 1)))
+    measurements = [m for m in model["measurements"] if m["what"] in what and "refused" not in m["values"]]
+    return sorted(measurements, key=lambda m: (what.index(m["what"]), m.get("tokens", 0), m.get("batch", 1)))
 
 
 def measured(found: Iterable[dict]) -> str:
@@ -53,17 +53,17 @@ def long_quality(models: list[dict] | None = None) -> str:
     parts = list(dict.fromkeys(part for _, m in rows for part in m["values"]["by tokens before"]))
     body = []
     for model, m in rows:
-        by, whole = m["values"]["by tokens before"], m["values"]["all"]
-        cells = [number(by[part]["perplexity"], 2) if part in by else "" for part in parts]
-        nearness = [number(whole.get(name)) for name in ("divergence", "agreement")]
+        by_position, overall = m["values"]["by tokens before"], m["values"]["all"]
+        cells = [number(by_position[part]["perplexity"], 2) if part in by_position else "" for part in parts]
+        nearness = [number(overall.get(name)) for name in ("divergence", "agreement")]
         windows = f"{m['settings']['samples']} x {m['tokens']:,}"
         body.append([f"`{model['name']}`", added(model), windows, *cells, *nearness])
     header = ["model", "parameters added", "windows", *(f"perplexity, {p} tokens before" for p in parts)]
     tables = [markdown_table([*header, "divergence", "agreement"], body)]
-    written = [(model, m) for model in models for m in of(model, "generation")]
-    if written:
+    generations = [(model, m) for model in models for m in of(model, "generation")]
+    if generations:
         body = []
-        for model, m in written:
+        for model, m in generations:
             values = m["values"]
             agree = [f"{values[k]:.3g}" if k in values else "" for k in ("agree, median", "agree, mean")]
             counts = [f"{n:,}" for n in (m["tokens"], m["settings"]["samples"], values["generated"])]
@@ -71,7 +71,7 @@ def long_quality(models: list[dict] | None = None) -> str:
         header = ["model", "tokens of the prompt", "prompts", "tokens written"]
         header += ["agree with the original, median", "mean", "repeated 4-grams"]
         tables += ["*Greedy generation*", markdown_table(header, body)]
-    return "\n\n".join([measured(m for _, m in [*rows, *written]), *tables])
+    return "\n\n".join([measured(m for _, m in [*rows, *generations]), *tables])
 
 
 def scores(model: dict) -> dict[tuple[str, int], dict[str, Any]]:
@@ -80,12 +80,12 @@ def scores(model: dict) -> dict[tuple[str, int], dict[str, Any]]:
     for m in model["measurements"]:
         if "log-probability" in m["values"]:
             cells.setdefault((m["what"], m["tokens"]), []).append(m)
-    found = {}
+    results = {}
     for cell, parts in cells.items():
         accuracy, count = mean(m["values"]["accuracy"] for m in parts), sum(m["settings"]["samples"] for m in parts)
         log_probability = mean(m["values"]["log-probability"] for m in parts)
-        found[cell] = {"accuracy": accuracy, "samples": count, "log-probability": log_probability, "parts": parts}
-    return found
+        results[cell] = {"accuracy": accuracy, "samples": count, "log-probability": log_probability, "parts": parts}
+    return results
 
 
 SHARES = ("copying", "vt", "cwe", "fwe")  # tasks of which a sample may be right in part
@@ -103,58 +103,61 @@ def long_retrieval(models: list[dict] | None = None) -> str:
     models = [model for model in (read_models("decoder") if models is None else models) if scores(model)]
     by_model = {model["name"]: scores(model) for model in models}
     originals = {model["name"]: model["original"] or model["name"] for model in models}
-    cells = {cell: None for found in by_model.values() for cell in found}
+    cells = {cell: None for by_cell in by_model.values() for cell in by_cell}
     if not cells:
         return NONE
     tasks = ("needle", *TASKS)
     body = []
     for task, tokens in sorted(cells, key=lambda cell: (tasks.index(cell[0]), cell[1])):
-        here = {name: found[task, tokens] for name, found in by_model.items() if (task, tokens) in found}
-        row = [task, f"{tokens:,}", str(max(score["samples"] for score in here.values()))]
+        cell_scores = {name: by_cell[task, tokens] for name, by_cell in by_model.items() if (task, tokens) in by_cell}
+        row = [task, f"{tokens:,}", str(max(score["samples"] for score in cell_scores.values()))]
         for name in by_model:
-            before = here.get(originals[name])
-            mark = " †" if before is not None and before["accuracy"] < HALF else ""
-            row.append(show_score(here[name], mark, task in SHARES) if name in here else "")
+            original_score = cell_scores.get(originals[name])
+            mark = " †" if original_score is not None and original_score["accuracy"] < HALF else ""
+            row.append(show_score(cell_scores[name], mark, task in SHARES) if name in cell_scores else "")
         body.append(row)
-    said = measured(m for found in by_model.values() for score in found.values() for m in score["parts"])
+    provenance = measured(m for by_cell in by_model.values() for score in by_cell.values() for m in score["parts"])
     legend = "Accuracy with its 95 % interval, or the mean share of right answers; mean log-probability of a token of "
     legend += "the answer, in nats. "
     legend += "†: the original is right in less than half, so the accuracy says little."
     table = markdown_table(["task", "tokens", "samples", *(f"`{name}`" for name in by_model)], body)
-    return "\n\n".join([f"{legend} {said}", table])
+    return "\n\n".join([f"{legend} {provenance}", table])
 
 
 def long_depth() -> str:
     """Return how many needles are found by depth."""
     body, depths = [], []
     for model in read_models("decoder"):
-        for (task, tokens), found in scores(model).items():
+        for (task, tokens), score in scores(model).items():
             if task == "needle":
-                by = {m["depth"]: m for m in found["parts"]}
-                depths = sorted({*depths, *by})
-                body.append((f"`{model['name']}`", f"{tokens:,}", by))
+                parts = {m["depth"]: m for m in score["parts"]}
+                depths = sorted({*depths, *parts})
+                body.append((f"`{model['name']}`", f"{tokens:,}", parts))
     if not body:
         return NONE
     header = ["model", "tokens", *(f"{100 * depth:.0f} %" for depth in depths)]
-    rows = [[*row, *(number(by[d]["values"]["accuracy"], 2) if d in by else "" for d in depths)] for *row, by in body]
-    counts = sorted({m["settings"]["samples"] for *_, by in body for m in by.values()})
-    said = f"{' to '.join(map(str, counts))} needles per cell, by their place in the text."
-    return f"{said}\n\n{markdown_table(header, rows)}"
+    rows = [
+        [*row, *(number(parts[d]["values"]["accuracy"], 2) if d in parts else "" for d in depths)]
+        for *row, parts in body
+    ]
+    counts = sorted({m["settings"]["samples"] for *_, parts in body for m in parts.values()})
+    caption = f"{' to '.join(map(str, counts))} needles per cell, by their place in the text."
+    return f"{caption}\n\n{markdown_table(header, rows)}"
 
 
 def long_encoders(models: list[dict] | None = None) -> str:
     """Return what the embeddings of encoders are good for."""
-    body, found = [], []
+    body, measurements = [], []
     names = {"scifact": "nDCG@10", "20newsgroups-4cat": "accuracy", "imdb": "accuracy", "embeddings": "cosine"}
     for model in read_models("encoder") if models is None else models:
         values = {m["what"]: m for m in of(model, *names)}
-        cells = [number(values[what]["values"][name], 4) if what in values else "" for what, name in names.items()]
+        cells = [number(values[kind]["values"][name], 4) if kind in values else "" for kind, name in names.items()]
         body.append([f"`{model['name']}`", added(model), *cells])
-        found += values.values()
-    if not found:
+        measurements += values.values()
+    if not measurements:
         return NONE
     header = ["model", "parameters added", "SciFact, nDCG@10", "20 Newsgroups (4 classes)", "IMDb"]
-    return f"{measured(found)}\n\n{markdown_table([*header, 'cosine with the original'], body)}"
+    return f"{measured(measurements)}\n\n{markdown_table([*header, 'cosine with the original'], body)}"
 
 
 def rows_of_speed(model: dict) -> Iterator[list[str]]:
@@ -179,8 +182,8 @@ def long_speed(models: list[dict] | None = None) -> str:
     header = ["model", "what", "tokens", "batch", "original ms", "static cache ms", "converted ms"]
     header += ["static / original", "converted / original", "no attention / original", "converted / static"]
     header += ["processor", "peak MB"]
-    said = measured(m for model in models for m in of(model, "prefill", "first token", "decoding"))
-    how = (
+    provenance = measured(m for model in models for m in of(model, "prefill", "first token", "decoding"))
+    caption = (
         "Compare the ratios, which are medians over rounds: rows were timed on different days and machines. Peak "
         "memory is beyond what was in use before. *No attention* is the original whose attention computes nothing: no "
         "filter is faster."
@@ -198,7 +201,7 @@ def long_speed(models: list[dict] | None = None) -> str:
     ]
     columns = ["forward pass", "tokens", "s", "freed memory is", "time grows as", "no attention"]
     grown = f"\n\n{markdown_table(columns, grows)}" if grows else ""
-    return f"{how} {said}\n\n{markdown_table(header, rows)}{grown}"
+    return f"{caption} {provenance}\n\n{markdown_table(header, rows)}{grown}"
 
 
 def long_ratios() -> str:
@@ -208,13 +211,13 @@ def long_ratios() -> str:
     for model in models:
         for m in of(model, "prefill", "decoding"):
             texts = f", {m['batch']} text{'s' * (m['batch'] > 1)} at once" if "batch" in m else ""
-            what = {"prefill": "forward pass", "decoding": "decoding a token"}[m["what"]]
-            row = cells.setdefault((what + texts, m["tokens"]), {})
+            title = {"prefill": "forward pass", "decoding": "decoding a token"}[m["what"]]
+            row = cells.setdefault((title + texts, m["tokens"]), {})
             row[m["device"].partition(",")[0]] = number(m["values"]["converted"]["ratio_to_plain"], 2)
             if BARE in m["values"]:
                 row[BARE] = number(m["values"][BARE]["ratio_to_plain"], 2)
     columns = [*sorted({column for row in cells.values() for column in row} - {BARE}), BARE]
-    body = [[what, f"{n:,}", *(row.get(c, "") for c in columns)] for (what, n), row in sorted(cells.items())]
+    body = [[title, f"{n:,}", *(row.get(c, "") for c in columns)] for (title, n), row in sorted(cells.items())]
     return markdown_table(["time over the original's", "tokens", *columns], body)
 
 
@@ -224,11 +227,11 @@ def long_of_filter(mark: str) -> str:
     Args:
         mark: the hash of the file's folder, as ``loaded`` in the results.
     """
-    made = []
+    tables = []
     for kind, pages in (("decoder", (long_quality, long_retrieval)), ("encoder", (long_encoders,))):
         models = read_models(kind)
-        ours = [model for model in models if model.get("loaded") == mark]
-        if ours:
-            models = [model for model in models if model in ours or model["name"] in {m["original"] for m in ours}]
-            made += [*(page(models) for page in pages), f"*Speed*\n\n{long_speed(ours)}"]
-    return "\n\n".join(page for page in made if NONE not in page)
+        loaded = [model for model in models if model.get("loaded") == mark]
+        if loaded:
+            models = [model for model in models if model in loaded or model["name"] in {m["original"] for m in loaded}]
+            tables += [*(page(models) for page in pages), f"*Speed*\n\n{long_speed(loaded)}"]
+    return "\n\n".join(page for page in tables if NONE not in page)

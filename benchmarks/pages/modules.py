@@ -30,19 +30,19 @@ TASKS = {
 
 def training_table() -> str:
     """Return accuracies without and with GFSA, and their paired difference."""
-    rows, body, compared = read("any-model-cpu"), [], []
+    rows, body, comparisons = read("any-model-cpu"), [], []
     kinds = sorted(
         {(row["task"], float(row["lr"])) for row in rows}, key=lambda kind: ([*TASKS].index(kind[0]), kind[1])
     )
     for task, lr in kinds:
-        mine = [row for row in rows if (row["task"], float(row["lr"])) == (task, lr)]
-        values = {m: [float(row["accuracy"]) for row in mine if row["model"] == m] for m in ("baseline", "gfsa")}
-        found = paired_comparison(values["baseline"], values["gfsa"])
-        compared.append(found)
+        runs = [row for row in rows if (row["task"], float(row["lr"])) == (task, lr)]
+        values = {m: [float(row["accuracy"]) for row in runs if row["model"] == m] for m in ("baseline", "gfsa")}
+        paired = paired_comparison(values["baseline"], values["gfsa"])
+        comparisons.append(paired)
         means = [f"{sum(v) / len(v):.3f}" for v in values.values()]
-        interval = found.format("+.3f")
-        sizes = f"{int(mine[0]['train']):,} x {mine[0]['epochs']}"
-        body.append([TASKS[task], f"{lr:g}", sizes, f"{int(mine[0]['test']):,}", *means, interval, str(found.pairs)])
+        interval = paired.format("+.3f")
+        sizes = f"{int(runs[0]['train']):,} x {runs[0]['epochs']}"
+        body.append([TASKS[task], f"{lr:g}", sizes, f"{int(runs[0]['test']):,}", *means, interval, str(paired.pairs)])
     header = [
         "model",
         "learning rate",
@@ -53,6 +53,6 @@ def training_table() -> str:
         "difference [95 % interval]",
         "seeds",
     ]
-    clear = sum(found.low > 0 or found.high < 0 for found in compared)
-    verdict = f"The interval excludes zero in {clear} of {len(compared)} rows."
+    num_clear = sum(paired.low > 0 or paired.high < 0 for paired in comparisons)
+    verdict = f"The interval excludes zero in {num_clear} of {len(comparisons)} rows."
     return f"Accuracy on held-out rows. {verdict} {where(rows)}\n\n{markdown_table(header, body)}"

@@ -64,7 +64,7 @@ def headlines() -> str:
             "agf.md#measured-speed-and-memory",
         ],
     ]
-    table = [[what, result, f"[details](docs/{page})"] for what, result, page in table]
+    table = [[quantity, result, f"[details](docs/{page})"] for quantity, result, page in table]
     return f"{markdown_table(['measured', 'result', 'more'], table)}\n\nTimes on the CPU: {where([*steps, *compared])}"
 
 

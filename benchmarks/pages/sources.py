@@ -27,14 +27,14 @@ def pivot(rows: Iterable[dict], *keys: str) -> dict[tuple[str, ...], dict[str, d
 
 
 def where(rows: list[dict]) -> str:
-    used = [
+    versions = [
         f"{name} {' and '.join(dict.fromkeys(row[name] for row in rows))}"
         for name in ("torch", "transformers")
         if name in rows[0]
     ]
     devices = " and ".join(dict.fromkeys(row["device"] for row in rows))
     measured = f"{devices}, {days(row['date'] for row in rows)}"
-    return "; ".join(filter(None, (measured, ", ".join(used)))) + "."
+    return "; ".join(filter(None, (measured, ", ".join(versions)))) + "."
 
 
 def days(dates: Iterable[str]) -> str:

@@ -48,15 +48,15 @@ def by_mask(row: dict) -> tuple:
 
 def attention_table(rows: list[dict]) -> str:
     body = []
-    for (causal, n, which), forms in pivot(sorted(rows, key=by_mask), "causal", "n", "pass").items():
+    for (causal, n, pass_name), forms in pivot(sorted(rows, key=by_mask), "causal", "n", "pass").items():
         plain, gfsa, dense = (forms[f] for f in ("plain", "gfsa", "dense"))
-        faster = float(dense["median_ms"]) / float(gfsa["median_ms"])
+        speedup = float(dense["median_ms"]) / float(gfsa["median_ms"])
         body.append(
             [
-                *(MASKS[causal], n, which),
+                *(MASKS[causal], n, pass_name),
                 *(f"{float(f['median_ms']):,.1f}" for f in (plain, gfsa, dense)),
                 f"**{gfsa['ratio_to_plain']}**",
-                f"{faster:.1f}x",
+                f"{speedup:.1f}x",
                 " / ".join(f["peak_mb"] for f in (plain, gfsa, dense)),
             ]
         )
@@ -85,20 +85,20 @@ FORMS = {"gfsa": "GFSA", "no kernel": "without kernels", "kernel": "with all ker
 
 def gpu_tables() -> str:
     """Write steps and attention alone on a GPU, by which kernels are used, and the steps of the menu."""
-    steps, attention, agf, menu = (read(f"{name}-cuda-{what}") for name, what in GPU)
+    steps, attention, agf, menu = (read(f"{name}-cuda-{section}") for name, section in GPU)
     rows = [
         [case, n, f"{float(forms['plain']['median_ms']):,.0f}", *(f"**{over_plain(forms[f]):.2f}**" for f in FORMS)]
         for (case, n), forms in pivot(steps, "case", "n").items()
     ]
     alone = [
-        [which, MASKS[causal], f"{int(n):,}", f"{float(forms['plain']['median_ms']):,.2f}"]
+        [pass_name, MASKS[causal], f"{int(n):,}", f"{float(forms['plain']['median_ms']):,.2f}"]
         + [f"{over_plain(forms[f]):.2f}" for f in FORMS]
-        for (which, causal, n), forms in pivot(attention, "pass", "causal", "n").items()
+        for (pass_name, causal, n), forms in pivot(attention, "pass", "causal", "n").items()
     ]
     linear = [
-        [which, f"{int(n):,}", f"{float(forms['plain']['median_ms']):,.2f}"]
+        [pass_name, f"{int(n):,}", f"{float(forms['plain']['median_ms']):,.2f}"]
         + [f"{over_plain(forms[f]):.2f}" for f in ("kernel", "agf")]
-        for (which, causal, n), forms in pivot(agf, "pass", "causal", "n").items()
+        for (pass_name, causal, n), forms in pivot(agf, "pass", "causal", "n").items()
         if causal == "True"
     ]
     costs = sorted((over_plain(row), row["form"]) for row in menu)
@@ -152,8 +152,8 @@ def overhead_table() -> str:
     header = ["microseconds per layer beyond the baseline", *packages]
     forms = {"route": "a filter that only applies S", "gfsa": "GFSA", "agf": "AGF"}
     body = [[text, *(cells[package, form]["overhead"] for package in packages)] for form, text in forms.items()]
-    held = [cells[package, "agf, after a training step"]["held_mb"] for package in packages]
-    body.append(["MB held after a training step of four AGF layers, 8 x 512 tokens", *held])
+    held_mb = [cells[package, "agf, after a training step"]["held_mb"] for package in packages]
+    body.append(["MB held after a training step of four AGF layers, 8 x 512 tokens", *held_mb])
     return f"By commit of the package. {where(rows)}\n\n{markdown_table(header, body)}"
 
 
@@ -171,9 +171,9 @@ def machines_tables() -> str:
     """Return the ratios to the baseline on every machine; those of other machines stand in folders below RESULTS."""
     parts = []
     for name, caption in SIDE_BY_SIDE.items():
-        here = sources.RESULTS.glob(f"{name.replace('*', 'cpu')}.csv")  # a GPU has a section of its own
-        files = [*here, *sorted(sources.RESULTS.glob(f"*/{name}.csv"))]
-        by_machine = {}
+        local_files = sources.RESULTS.glob(f"{name.replace('*', 'cpu')}.csv")  # a GPU has a section of its own
+        files = [*local_files, *sorted(sources.RESULTS.glob(f"*/{name}.csv"))]
+        ratios_by_machine = {}
         for file in files:
             rows = list(csv.DictReader(file.read_text().splitlines()))
             ratios = {
@@ -181,16 +181,16 @@ def machines_tables() -> str:
                 for row in rows
                 if row["form"] not in REFERENCES and row["ratio_to_plain"]
             }
-            by_machine[where(rows)] = ratios
-        if len(by_machine) < 2:
+            ratios_by_machine[where(rows)] = ratios
+        if len(ratios_by_machine) < 2:
             continue
         body = [
-            [case, n, MASKS[causal], which, form]
-            + [machine.get((case, n, causal, which, form), "") for machine in by_machine.values()]
-            for case, n, causal, which, form in dict.fromkeys(itertools.chain(*by_machine.values()))
+            [case, n, MASKS[causal], pass_name, form]
+            + [machine.get((case, n, causal, pass_name, form), "") for machine in ratios_by_machine.values()]
+            for case, n, causal, pass_name, form in dict.fromkeys(itertools.chain(*ratios_by_machine.values()))
         ]
-        header = ["case", "n", "mask", "pass", "form", *(f"machine {i}" for i in range(1, len(by_machine) + 1))]
-        machines = " ".join(f"Machine {i}: {text}" for i, text in enumerate(by_machine, 1))
+        header = ["case", "n", "mask", "pass", "form", *(f"machine {i}" for i in range(1, len(ratios_by_machine) + 1))]
+        machines = " ".join(f"Machine {i}: {text}" for i, text in enumerate(ratios_by_machine, 1))
         parts += [f"{caption}, time over the baseline's. {machines}", markdown_table(header, body)]
     return "\n\n".join(parts) or "Measured on one machine so far."
 
@@ -207,18 +207,18 @@ def vision_table() -> str:
         for a, b in pairs
     ]
     first = rows[0]
-    where = f"{first['device']}, {first['date']}; torch {first['torch']}, timm {first['timm']}."
-    return f"{where} Ratios are medians of pairs.\n\n{markdown_table(header, body)}"
+    provenance = f"{first['device']}, {first['date']}; torch {first['torch']}, timm {first['timm']}."
+    return f"{provenance} Ratios are medians of pairs.\n\n{markdown_table(header, body)}"
 
 
 def menu_steps() -> str:
     """Return the time over that of the baseline, one column per shape."""
     steps = read("menu-cpu-steps")
-    found = {(row["form"], row["case"]): f"**{over_plain(row):.2f}**" for row in steps}
+    ratios = {(row["form"], row["case"]): f"**{over_plain(row):.2f}**" for row in steps}
     shapes = list(dict.fromkeys(row["case"] for row in steps))
     names = dict.fromkeys(row["form"] for row in steps)
-    names = sorted(names, key=lambda name: float(found.get((name, shapes[0]), "**9**")[2:-2]))
-    body = [[f"`{name}`", *(found.get((name, shape), "") for shape in shapes)] for name in names]
+    names = sorted(names, key=lambda name: float(ratios.get((name, shapes[0]), "**9**")[2:-2]))
+    body = [[f"`{name}`", *(ratios.get((name, shape), "") for shape in shapes)] for name in names]
     return f"{where(steps)}\n\n{markdown_table(['filter', *shapes], body)}"
 
 
@@ -290,10 +290,10 @@ def busy_table() -> str:
             continue
         ratios = [by_load.get((case, form, f"{load} busy")) for load in (0, 1, 2)]
         measured = [None if ratio is None else over_plain(ratio) for ratio in ratios]
-        beside = ["" if ratio is None else f"{ratio:.2f} ({ratio / over_plain(row):.2f})" for ratio in measured[1:]]
+        busy_cells = ["" if ratio is None else f"{ratio:.2f} ({ratio / over_plain(row):.2f})" for ratio in measured[1:]]
         memory = f"{float(row['peak_mb']) / baseline[case]:.2f}"
         spread = f"**{over_plain(row):.2f}** [{float(row['ratio_p10']):.2f}, {float(row['ratio_p90']):.2f}]"
-        body.append([case, f"`{form}`", spread, *beside, memory])
+        body.append([case, f"`{form}`", spread, *busy_cells, memory])
     header = ["model, batch x tokens", "filter", "quiet [p10, p90]", "1 busy (over quiet)", "2 busy (over quiet)"]
     return f"{where(rows)}\n\n{markdown_table([*header, 'peak memory'], body)}"
 
@@ -301,17 +301,19 @@ def busy_table() -> str:
 def waiting_table() -> str:
     """Write a row for each shape and load: the baseline's step and a filter's ratio, by how PyTorch's threads wait."""
     rows = read("waiting-cpu")
-    found = {(row["case"], row["pass"], row["form"]): row for row in rows}
+    cases = {(row["case"], row["pass"], row["form"]): row for row in rows}
     body = []
-    for (case, which, form), row in found.items():
+    for (case, pass_name, form), row in cases.items():
         if form != "plain":
             continue
-        passive = found[case, which, "plain, passive"]
+        passive = cases[case, pass_name, "plain, passive"]
         seconds = [f"{float(x['median_ms']) / 1000:.3g} s" for x in (row, passive)]
-        faster = f"**{float(passive['median_ms']) / float(row['median_ms']):.2f}**"
-        names = [name for at, load, name in found if (at, load) == (case, which) and "plain" not in name]
-        ratios = [f"{over_plain(found[case, which, name]):.2f}" for name in names]
-        body.append([case, which.split(", ")[1].replace("0 busy", "quiet"), *seconds, faster, f"`{names[0]}`", *ratios])
+        speedup = f"**{float(passive['median_ms']) / float(row['median_ms']):.2f}**"
+        names = [name for shape, load, name in cases if (shape, load) == (case, pass_name) and "plain" not in name]
+        ratios = [f"{over_plain(cases[case, pass_name, name]):.2f}" for name in names]
+        body.append(
+            [case, pass_name.split(", ")[1].replace("0 busy", "quiet"), *seconds, speedup, f"`{names[0]}`", *ratios]
+        )
     header = ["model, batch x tokens", "beside", "baseline", "baseline, passive", "passive over default"]
     header += ["filter", "filter over baseline", "the same, passive"]
     return f"{where(rows)}\n\n{markdown_table(header, body)}"

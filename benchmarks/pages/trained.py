@@ -29,29 +29,29 @@ def recipe_tables(*names: str) -> str:
             notes += [f"{run['settings']['num_train_epochs']:g} epochs"]
         machines = dict.fromkeys(run["machine"] for run in content["runs"])
         versions = dict.fromkeys(run["versions"]["torch"] for run in content["runs"])
-        when = days(run["date"] for run in content["runs"])
-        notes += [f"{when}, {' and '.join(machines)}, torch {' and '.join(versions)}"]
+        run_days = days(run["date"] for run in content["runs"])
+        notes += [f"{run_days}, {' and '.join(machines)}, torch {' and '.join(versions)}"]
         title = f"**{content['model']} on {content['task']}**" + (" (sweep)" if content["sweep"] else "")
         parts += [f"{title}. {'; '.join(notes)}.", markdown_table(*summary_rows(content))]
         if content["sweep"]:
             parts += [f"![{content['metric']} over the sweep](results/{content['name']}.png)"]
-    plain = [c for c in contents if not c["sweep"]]
-    mean = [mean_over_tasks(plain)] if len(plain) > 1 and names == ("glue",) else []
+    comparisons = [c for c in contents if not c["sweep"]]
+    mean = [mean_over_tasks(comparisons)] if len(comparisons) > 1 and names == ("glue",) else []
     return "\n\n".join(mean + parts)
 
 
 def ablations_beside_paper() -> str:
     """Return the best accuracies of AGF's ablations beside its Tables 19 and 20, on the tasks that both have."""
     contents = [json.loads(file.read_text()) for file in sorted(RECIPES.glob("ablations-*.json"))]
-    found = {content["task"]: {**content, "metric": "validation/best_accuracy"} for content in contents}
+    contents_by_task = {content["task"]: {**content, "metric": "validation/best_accuracy"} for content in contents}
     uea = Table.load("uea")
-    columns = [column for column in uea.columns if column.task in found]
+    columns = [column for column in uea.columns if column.task in contents_by_task]
     places = [uea.columns.index(column) for column in columns]
-    here = {row.name.replace("agf", "AGF"): row.scores for row in measured(found, columns)}
-    header = ["best accuracy, %", *(f"{column.task}, {where}" for column in columns for where in ("paper", "here"))]
+    own_scores = {row.name.replace("agf", "AGF"): row.scores for row in measured(contents_by_task, columns)}
+    header = ["best accuracy, %", *(f"{column.task}, {source}" for column in columns for source in ("paper", "here"))]
     body = []
     for row in uea.printed("AGF, Tables 19 and 20"):
-        pairs = zip((row.scores[at] for at in places), here[row.name], strict=True)
+        pairs = zip((row.scores[place] for place in places), own_scores[row.name], strict=True)
         body.append([row.name, *(as_text(score) for pair in pairs for score in pair)])
     return markdown_table(header, body)
 
@@ -61,10 +61,10 @@ def mean_over_tasks(contents: list[dict]) -> str:
     rows = []
     for variant in [v for v in contents[0]["variants"] if v != PLAIN]:
         cells = [variant]
-        for which in ("metric", "loss"):
+        for quantity in ("metric", "loss"):
             by_task = []
             for content in contents:
-                metric = content["metric"] if which == "metric" else f"{content['metric'].partition('/')[0]}/loss"
+                metric = content["metric"] if quantity == "metric" else f"{content['metric'].partition('/')[0]}/loss"
                 plain, treated = (group_by_seed(content, v, metric) for v in (PLAIN, variant))
                 pairs = {seed: treated[seed] - plain.get(seed, math.nan) for seed in treated}
                 by_task.append({seed: pair for seed, pair in pairs.items() if math.isfinite(pair)})
@@ -82,6 +82,6 @@ def listops_table() -> str:
     rows = read("listops")
     lengths = list(dict.fromkeys(row["lengths"] for row in rows))
     rules = dict.fromkeys(row["rule"] for row in rows)
-    found = {(row["rule"], row["lengths"]): row["accuracy"] for row in rows}
-    body = [[rule, *(found[rule, name] for name in lengths)] for rule in rules]
+    accuracies = {(row["rule"], row["lengths"]): row["accuracy"] for row in rows}
+    body = [[rule, *(accuracies[rule, name] for name in lengths)] for rule in rules]
     return markdown_table(["answer", *lengths], body)

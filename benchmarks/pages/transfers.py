@@ -8,13 +8,13 @@ from pages.sources import read, where
 
 
 def encoder_transfer(rows: list[dict], filter: str) -> list[str]:
-    body, before = [], {}
+    body, errors_before = [], {}
     for row in rows:
         if row["stage"] == "before transfer":
-            before[row["variant"]] = row["value"]
+            errors_before[row["variant"]] = row["value"]
         elif row["stage"] in ("after transfer", "end to end"):
             name = row["variant"] + ", then end to end" * (row["stage"] == "end to end")
-            body.append([name, before[row["variant"]], f"**{row['value']}**", row["steps"], row["seconds"]])
+            body.append([name, errors_before[row["variant"]], f"**{row['value']}**", row["steps"], row["seconds"]])
     return [
         "**MiniLM-L6, transfer on film reviews** (windows of 128 tokens, 8 per batch). *Before* and *after* are the "
         "relative L2 error of the attention output, a mean over the layers, on held-out texts of the same kind. The "
@@ -52,16 +52,16 @@ def agf_transfer(device: str = "cpu") -> str:
 def finetune_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     header, body = ["task", "start", "seeds", "accuracy", "against the original", "95 % interval"], []
     for task in dict.fromkeys(row["task"] for row in rows):
-        by: dict[str, dict[str, float]] = {}
+        by_variant: dict[str, dict[str, float]] = {}
         for row in rows:
             if row["task"] == task:
-                by.setdefault(row["variant"], {})[row["seed"]] = 100 * float(row["value"])
-        for variant in (v for v in STARTS if v in by):
-            accuracy = by[variant]
+                by_variant.setdefault(row["variant"], {})[row["seed"]] = 100 * float(row["value"])
+        for variant in (v for v in STARTS if v in by_variant):
+            accuracy = by_variant[variant]
             cells = [task, variant, str(len(accuracy)), mean_and_sd(list(accuracy.values()), ".2f"), "", ""]
-            shared = [seed for seed in accuracy if seed in by["original"]]
+            shared = [seed for seed in accuracy if seed in by_variant["original"]]
             if variant != "original" and len(shared) > 1:
-                paired = paired_comparison([by["original"][s] for s in shared], [accuracy[s] for s in shared])
+                paired = paired_comparison([by_variant["original"][s] for s in shared], [accuracy[s] for s in shared])
                 cells[4:] = [f"{paired.mean:+.2f}", f"[{paired.low:+.2f}, {paired.high:+.2f}]"]
             body.append(cells)
     return header, body

@@ -85,8 +85,8 @@ class League:
     @cached_property
     def settings(self) -> dict[str, Settings]:
         by_task = {}
-        for task, about in self.tasks.items():
-            if (recipe := about.get("recipe")) not in SCRIPTS:
+        for task, entry in self.tasks.items():
+            if (recipe := entry.get("recipe")) not in SCRIPTS:
                 raise GraphFilterError(f"the task {task!r} has no recipe {recipe!r}; recipes are {', '.join(SCRIPTS)}")
             if recipe == "imagenet":
                 check_extras("vision")
@@ -108,12 +108,12 @@ class League:
     def base(self) -> dict[str, dict[str, Any]]:
         """The settings of the unpatched model on each task."""
         by_task = {}
-        for task, about in self.tasks.items():
-            argv = ["--config", about["config"], "--task", self.name_task(task)]
-            if "data" in about:
-                argv += ["--data", str(self.data / about["data"])]
+        for task, entry in self.tasks.items():
+            argv = ["--config", entry["config"], "--task", self.name_task(task)]
+            if "data" in entry:
+                argv += ["--data", str(self.data / entry["data"])]
             values, _ = self.settings[task].parse([*argv, "--filter", "none"])
-            values = self.settings[task].override(values, about.get("settings", {}), f" of the task {task!r}")
+            values = self.settings[task].override(values, entry.get("settings", {}), f" of the task {task!r}")
             defaults = self.settings[task].defaults
             by_task[task] = {name: defaults[name] for name in ("learning_rate", *LENGTHS) if name in defaults} | values
         return by_task
@@ -121,10 +121,10 @@ class League:
     def values(self, run: Run, found: Records) -> dict[str, Any]:
         """Return the settings of a run, with what was tuned before it."""
         settings, values = self.settings[run.task], dict(self.base[run.task])
-        plain = run.variant in (PLAIN, LONGER)
-        factor = run.rate if plain else self.choose_rate(found, run.task, PLAIN) or 1.0
+        is_baseline = run.variant in (PLAIN, LONGER)
+        factor = run.rate if is_baseline else self.choose_rate(found, run.task, PLAIN) or 1.0
         values["learning_rate"] *= factor
-        if not plain:
+        if not is_baseline:
             changes = {"filter": run.variant, **self.variants[run.variant]}
             if self.tune[run.variant] == "filter_lr":
                 changes["filter_lr"] = run.rate
@@ -147,8 +147,8 @@ class League:
         for run, record in [*found.items()]:
             if run.task not in self.tasks or run.variant not in (PLAIN, *[LONGER] * bool(self.longer), *self.variants):
                 continue  # of another version of the file: kept, and not counted
-            now = self.settings[run.task].identity(self.values(run, found))
-            changed = self.settings[run.task].list_differences(record.get("settings", {}), now)
+            identity = self.settings[run.task].identity(self.values(run, found))
+            changed = self.settings[run.task].list_differences(record.get("settings", {}), identity)
             if changed and "refused" in record:
                 del found[run]
             elif changed:
@@ -163,7 +163,7 @@ class League:
         """Return what a run is compared by; NaN of one that diverged or was refused."""
         metric = self.metric_of(run)
         part, _, name = metric.partition("/")
-        if (measured := record.get("metrics")) and not any(key.startswith(f"{part}/") for key in measured):
+        if (metrics := record.get("metrics")) and not any(key.startswith(f"{part}/") for key in metrics):
             raise GraphFilterError(f"the task {run.task!r} has no {part} part to measure {name} on: give it one")
         return get_value(record, metric)
 
@@ -181,13 +181,13 @@ class League:
 
         Of equal ones (accuracy over few examples) it is that of the lowest loss.
         """
-        tried = [Run(task, variant, TUNING_SEED, rate) for rate in self.rates[self.tune[variant]]]
-        if len(tried) == 1:
-            return tried[0].rate
-        if any(run not in found for run in tried):
+        trials = [Run(task, variant, TUNING_SEED, rate) for rate in self.rates[self.tune[variant]]]
+        if len(trials) == 1:
+            return trials[0].rate
+        if any(run not in found for run in trials):
             return None
         loss = f"{self.tuning_metric(task).rpartition('/')[0]}/loss"
-        return max(tried, key=lambda run: (self.score(run, found[run]), -get_value(found[run], loss))).rate
+        return max(trials, key=lambda run: (self.score(run, found[run]), -get_value(found[run], loss))).rate
 
     def find_refusal(self, found: Records, task: str, variant: str) -> str | None:
         """Return why a filter is left out of a task, None if it is not."""
@@ -205,24 +205,24 @@ class League:
         """Return the variants of a stage."""
         if stage.best is None:
             return [*self.variants]
-        before = self.stages[self.stages.index(stage) - 1]
-        return [variant for variant in self.ranks(found, before) if variant != PLAIN][: stage.best]
+        previous = self.stages[self.stages.index(stage) - 1]
+        return [variant for variant in self.ranks(found, previous) if variant != PLAIN][: stage.best]
 
     def scores(self, found: Records, stage: Stage) -> dict[str, dict[str, float]]:
         """Return task to the mean score of the unpatched model and each variant, over the seeds that all have.
 
         Tasks without such a seed are left out. A variant that cannot run on the task has minus infinity.
         """
-        playing, made = [PLAIN, *self.choose_variants(found, stage)], {}
+        playing, means = [PLAIN, *self.choose_variants(found, stage)], {}
         for task in stage.tasks:
             variants = [variant for variant in playing if not self.find_refusal(found, task, variant)]
             runs = {variant: self.select_runs(found, task, variant, stage.seeds) for variant in variants}
             if shared := set.intersection(*({*records} for records in runs.values())):
-                made[task] = dict.fromkeys(playing, -math.inf)
+                means[task] = dict.fromkeys(playing, -math.inf)
                 for variant, records in runs.items():
                     values = (self.score(Run(task, variant, seed, 0.0), records[seed]) for seed in shared)
-                    made[task][variant] = round_score(fmean(values))
-        return made
+                    means[task][variant] = round_score(fmean(values))
+        return means
 
     def ranks(self, found: Records, stage: Stage) -> dict[str, float]:
         """Return the mean rank of the unpatched model and the variants over the tasks that all have run; 1 is best."""

@@ -102,8 +102,8 @@ def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[
 
 def play(league: League, file: Path, root: Path, workers: int, console: Console) -> Records:
     """Do every run that is missing, unless another command does; the results file is whole after each."""
-    found = add_runs(league, file, {})
-    tell(console, f"results: {file}, {len(found) or 'no'} runs at hand")
+    finished = add_runs(league, file, {})
+    tell(console, f"results: {file}, {len(finished) or 'no'} runs at hand")
     running: dict[Future[dict[str, Any] | None], Run] = {}
     elsewhere: set[Run] = set()  # trained by other commands
     waits = 0
@@ -112,31 +112,31 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
         os.environ.setdefault(name, value)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else an import fixes which GPUs a worker sees
     context = multiprocessing.get_context("spawn")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
     with ProcessPoolExecutor(workers, context, begin, (int(threads), context.Value("i", 0))) as pool:
         try:
             while True:
                 busy = elsewhere.union(running.values())
-                open_runs = (run for run in league.list_runs(found) if run not in busy)
+                open_runs = (run for run in league.list_runs(finished) if run not in busy)
                 for run in itertools.islice(open_runs, workers - len(running)):
                     folder = root / run.task / run.variant.replace(" ", "-") / f"{run.rate:g}" / f"seed-{run.seed}"
                     recipe = league.settings[run.task].recipe.name
-                    running[pool.submit(train, recipe, league.values(run, found), run.seed, folder)] = run
+                    running[pool.submit(train, recipe, league.values(run, finished), run.seed, folder)] = run
                 if running:
-                    done = wait(running, return_when=FIRST_COMPLETED).done
-                    ended = {running.pop(one): one.result() for one in done}
-                    elsewhere.update(run for run, record in ended.items() if record is None)
-                    if not (new := {run: record for run, record in ended.items() if record is not None}):
+                    futures = wait(running, return_when=FIRST_COMPLETED).done
+                    outcomes = {running.pop(future): future.result() for future in futures}
+                    elsewhere.update(run for run, record in outcomes.items() if record is None)
+                    if not (new := {run: record for run, record in outcomes.items() if record is not None}):
                         continue
                 elif elsewhere:
                     records.wait_for_others(len(elsewhere), waits, console)
                     waits, new = waits + 1, {}
                 else:
-                    return found
-                found = add_runs(league, file, new)
+                    return finished
+                finished = add_runs(league, file, new)
                 elsewhere.clear()  # they may have ended, finished or not
                 for run in new:
-                    tell(console, describe_run(league, run, found[run], len(found)))
+                    tell(console, describe_run(league, run, finished[run], len(finished)))
         except BaseException as error:
             for child in multiprocessing.active_children():
                 child.terminate()
@@ -146,7 +146,7 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
                 ) from None
             raise
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)
 
 
 def add_runs(league: League, file: Path, new: Mapping[Run, dict[str, Any]]) -> Records:
@@ -156,16 +156,16 @@ def add_runs(league: League, file: Path, new: Mapping[Run, dict[str, Any]]) -> R
         OtherSettingsError: finished runs had other settings: of another file, or of another rate of the model.
     """
     with records.updating(file, metrics=dict[str, float], train_seconds=float) as content:
-        found = index_runs(content)
+        finished = index_runs(content)
         for run, record in new.items():
-            found[run] = {**record, **run._asdict()}  # the league's name of the task
-            found[run].pop("coefficients", None)  # by layer: long, and `moved` says the most of it
-        content["runs"] = [found[run] for run in sorted(found, key=Run.order)]
-        league.check(found)
+            finished[run] = {**record, **run._asdict()}  # the league's name of the task
+            finished[run].pop("coefficients", None)  # by layer: long, and `moved` says the most of it
+        content["runs"] = [finished[run] for run in sorted(finished, key=Run.order)]
+        league.check(finished)
         content.update(
-            name=league.name, league=league.content, runs=[found[run] for run in sorted(found, key=Run.order)]
+            name=league.name, league=league.content, runs=[finished[run] for run in sorted(finished, key=Run.order)]
         )
-    return found
+    return finished
 
 
 def describe_run(league: League, run: Run, record: dict[str, Any], count: int) -> str:
@@ -206,16 +206,16 @@ def main(argv: list[str], console: Console) -> None:
     if options.show and options.fresh:
         raise GraphFilterError("--show trains nothing and leaves results as they are: use it without --fresh")
     if options.show:
-        found = index_runs(read_results(file, metrics=dict[str, float], train_seconds=float))
+        finished = index_runs(read_results(file, metrics=dict[str, float], train_seconds=float))
         try:
-            league.check(found)
+            league.check(finished)
         except OtherSettingsError as error:
             tell(console, f"the file has changed since: {error}")
     else:
         if options.fresh:
             with locked(Path(f"{file}.lock"), *root.rglob(".lock"), work="playing this league"):
                 move_aside([file, root], console)
-        found = play(league, file, root, options.workers, console)
-    show(league, found, console)
-    for figure in draw(league, found, options.figures or file.parent):
+        finished = play(league, file, root, options.workers, console)
+    show(league, finished, console)
+    for figure in draw(league, finished, options.figures or file.parent):
         tell(console, f"figure: {figure}")

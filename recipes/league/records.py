@@ -72,9 +72,9 @@ def check_file(content: Any, name: str) -> None:
     parts = {"tasks": dict, "variants": dict, "rates": dict, "stages": list}
     check_keys(content, f"the league {name}", parts, {"longer": object})
     check_keys(content["rates"], "rates", {"learning_rate": list, "filter_lr": list})
-    for task, about in content["tasks"].items():
-        others = {"task": str, "data": str, "settings": dict}
-        check_keys(about, f"the task {task!r}", {"recipe": str, "config": str}, others)
+    for task, entry in content["tasks"].items():
+        optional = {"task": str, "data": str, "settings": dict}
+        check_keys(entry, f"the task {task!r}", {"recipe": str, "config": str}, optional)
     for stage in content["stages"]:
         check_keys(stage, "a stage", {"seeds": list}, {"tasks": list, "best": int})
         if not all(type(seed) is int and 0 <= seed < 2**32 for seed in stage["seeds"]):

@@ -49,23 +49,23 @@ def plan_comparisons(league: League, found: Records, stage: Stage) -> list[tuple
 
 def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison]:
     """Return the comparisons that have two pairs so far, or a run that diverged."""
-    made = []
+    rows = []
     family = plan_comparisons(league, found, stage)
     for task, variant in family:
         plain, treated = (read_values(league, found, task, v, stage.seeds) for v in (PLAIN, variant))
-        whole = [seed for seed in treated if math.isfinite(plain.get(seed, math.nan))]
-        both = [seed for seed in whole if math.isfinite(treated[seed])]
+        valid_seeds = [seed for seed in treated if math.isfinite(plain.get(seed, math.nan))]
+        both = [seed for seed in valid_seeds if math.isfinite(treated[seed])]
         missing = sum(seed not in treated or seed not in plain for seed in stage.seeds)
-        lost = missing, len(whole) - len(both), sum(map(math.isnan, plain.values()))
+        lost = missing, len(valid_seeds) - len(both), sum(map(math.isnan, plain.values()))
         if len(both) >= 2:
             paired, p = compare_pairs([plain[seed] for seed in both], [treated[seed] for seed in both])
             better = (paired.mean < 0) == lower_is_better(league.metric(task))
-            made.append((task, variant, paired, p, better, *lost))
+            rows.append((task, variant, paired, p, better, *lost))
         elif any(lost[1:]):
-            made.append((task, variant, None, 1.0, False, *lost))
-    whole = [1.0 if any(lost) else p for _, _, _, p, _, *lost in made]  # the others claim nothing, and take no step
-    corrected = holm(whole + [1.0] * (len(family) - len(made)))
-    return [Comparison(*c[:4], q, *c[4:]) for c, q in zip(made, corrected, strict=False)]
+            rows.append((task, variant, None, 1.0, False, *lost))
+    p_values = [1.0 if any(lost) else p for _, _, _, p, _, *lost in rows]  # the others claim nothing, and take no step
+    corrected = holm(p_values + [1.0] * (len(family) - len(rows)))
+    return [Comparison(*c[:4], q, *c[4:]) for c, q in zip(rows, corrected, strict=False)]
 
 
 def compare_pairs(plain: list[float], treated: list[float]) -> tuple[PairedComparison, float]:
@@ -107,25 +107,25 @@ def verdict(league: League, found: Records) -> str:
     stage = last_stage(league, found)
     if stage is None:
         return "Nothing can be said yet."
-    made, count = comparisons(league, found, stage), len(plan_comparisons(league, found, stage))
+    results, count = comparisons(league, found, stage), len(plan_comparisons(league, found, stage))
     sentences = []
     for better, verb in ((True, "better"), (False, "worse")):
         names = "; ".join(
             f"`{name_variant(c.variant)}` on {c.task} by {abs(c.paired.mean):.3g} ({metric_of(league, c.task)})"
-            for c in made
+            for c in results
             if c.paired and c.is_significant and c.better == better
         )
         sentences.append(f"{verb.capitalize()} than the baseline: {names}." if names else f"None is {verb}.")
-    diverged = [f"`{name_variant(c.variant)}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged]
-    diverged += dict.fromkeys(f"the baseline on {c.task}, {c.unpaired} seeds" for c in made if c.unpaired)
+    diverged = [f"`{name_variant(c.variant)}` on {c.task}, {c.diverged} seeds" for c in results if c.diverged]
+    diverged += dict.fromkeys(f"the baseline on {c.task}, {c.unpaired} seeds" for c in results if c.unpaired)
     if diverged:
         sentences.append(f"Diverged: {'; '.join(diverged)}.")
-    complete = sum(not c.missing for c in made)
-    done = "but these comparisons are" if complete == count else f"{complete} of {count} comparisons are"
-    unfinished = f"Not finished yet, {done}. " if any(league.list_runs(found)) else ""
-    compared = f"{count} comparison{'s' * (count != 1)} with the baseline"
-    about = f"{compared} over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
-    return f"{unfinished}{about}: {' '.join(sentences)}"
+    complete = sum(not c.missing for c in results)
+    progress = "but these comparisons are" if complete == count else f"{complete} of {count} comparisons are"
+    unfinished = f"Not finished yet, {progress}. " if any(league.list_runs(found)) else ""
+    count_text = f"{count} comparison{'s' * (count != 1)} with the baseline"
+    scope = f"{count_text} over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
+    return f"{unfinished}{scope}: {' '.join(sentences)}"
 
 
 def metric_of(league: League, task: str) -> str:
@@ -137,7 +137,7 @@ def metric_of(league: League, task: str) -> str:
 
 def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows): scores of the unpatched model and differences to it, bold where significant."""
-    made = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
+    results = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
     ranks = {variant: f"{rank:.1f}" for variant, rank in league.ranks(found, stage).items()}
     tasks = [task for task in stage.tasks if read_values(league, found, task, PLAIN, stage.seeds)]
     header = [
@@ -151,7 +151,7 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
         for task in tasks:
             if variant == PLAIN:
                 cells.append(mean_and_sd([*read_values(league, found, task, PLAIN, stage.seeds).values()], ".4g"))
-            elif comparison := made.get((task, variant)):
+            elif comparison := results.get((task, variant)):
                 cells.append(cell(comparison))
             else:
                 cells.append("refused" if league.find_refusal(found, task, variant) else "")
@@ -162,15 +162,15 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
 
 def cell(comparison: Comparison) -> str:
     paired, mark = comparison.paired, "**" if comparison.is_significant else ""
-    shown = f"{mark}{paired.format('+.3g')}{mark}" if paired else ""
+    difference = f"{mark}{paired.format('+.3g')}{mark}" if paired else ""
     diverged = f"{comparison.diverged} diverged" if comparison.diverged else ""
     so_far = f"{paired.pairs} pairs so far" if paired and comparison.missing else ""
-    return ", ".join(filter(None, (shown, diverged, so_far)))
+    return ", ".join(filter(None, (difference, diverged, so_far)))
 
 
 def details(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows): the tuned learning rate, scores and p-values."""
-    made = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
+    results = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
     header = ["task", "filter", "tuned rate", "seeds", "score", "p (t)", "p (Holm)", "p (sign flips)"]
     rows = []
     for task in stage.tasks:
@@ -181,7 +181,7 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
             settings = league.select_runs(found, task, variant, stage.seeds)[min(values)]["settings"]
             rate = f"{settings[league.tune[variant]]:g} of the {OF[league.tune[variant]]}"
             row = [task, f"`{name_variant(variant)}`", rate, f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
-            comparison = made.get((task, variant))
+            comparison = results.get((task, variant))
             p = [comparison.p, comparison.corrected, comparison.paired.p] if comparison and comparison.paired else []
             rows.append([*row, *(f"{x:.3g}" for x in p), *[""] * (3 - len(p))])
     return header, rows
@@ -213,8 +213,8 @@ def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
     rows = []
     for task in league.tasks:
         tuned = [run for run in found if run.task == task and run.seed == TUNING_SEED]
-        others = dict.fromkeys(run.variant for run in tuned if run.variant not in league.tune)
-        for variant in (PLAIN, *league.variants, *others):
+        unranked = dict.fromkeys(run.variant for run in tuned if run.variant not in league.tune)
+        for variant in (PLAIN, *league.variants, *unranked):
             key = league.tune.get(variant, "filter_lr")
             best, cells = league.choose_rate(found, task, variant) if variant in league.tune else None, []
             for rate in league.rates[key]:
@@ -237,8 +237,8 @@ def levels(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
         plain, longer = (read_values(league, found, task, variant, seeds) for variant in (PLAIN, LONGER))
         if plain:
             steps = f"{league.select_runs(found, task, PLAIN, seeds)[min(plain)]['steps']:,}"
-            shown = (plain, longer) if league.longer else (plain,)
-            scores = [mean_and_sd([*values.values()], ".4g") if values else "" for values in shown]
+            columns = (plain, longer) if league.longer else (plain,)
+            scores = [mean_and_sd([*values.values()], ".4g") if values else "" for values in columns]
             rows.append([task, metric_of(league, task), steps, *scores])
     names = ("baseline", *[f"baseline, {league.longer} times as long"] * bool(league.longer))
     return ["task", "metric", "steps", *names], rows
@@ -247,8 +247,8 @@ def levels(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
 def show(league: League, found: Records, console: Console) -> None:
     for number, stage in enumerate(league.stages, 1):
         if comparisons(league, found, stage):
-            for title, made in {"": overview, ", in detail": details}.items():
-                console.print(table(*made(league, found, stage), title=f"{league.name}, stage {number}{title}"))
+            for title, tabulate in {"": overview, ", in detail": details}.items():
+                console.print(table(*tabulate(league, found, stage), title=f"{league.name}, stage {number}{title}"))
     console.print(table(*tuning(league, found), title="tuning"))
     console.print(table(*levels(league, found), title="how far the baseline was trained"))
     tell(console, verdict(league, found))

@@ -100,9 +100,9 @@ def divide(loaded: Loaded, task: Task) -> Loaded:
     train, test = stratify(rows, range(len(rows)), task.shares[-1] / 100)
     parts = {"train": train, "test": test}
     if len(task.shares) == 3:
-        rest, validation = stratify(rows, train, task.shares[1] / (task.shares[0] + task.shares[1]))
-        parts = {"train": rest, "validation": validation, "test": test}
-    cut = DatasetDict({part: rows.select(chosen) for part, chosen in parts.items()})
+        train_rows, validation = stratify(rows, train, task.shares[1] / (task.shares[0] + task.shares[1]))
+        parts = {"train": train_rows, "validation": validation, "test": test}
+    cut = DatasetDict({part: rows.select(indices) for part, indices in parts.items()})
     return Loaded(cut, loaded.labels, f"{'/'.join(map(str, task.shares))} of the {examples(task)}")
 
 
@@ -149,8 +149,8 @@ def load(name: str, folder: str | None, validation: str = "auto", fold: int = 0)
             raise GraphFilterError(
                 f"{name} has several labels per text and cannot be cut into folds: --validation auto"
             )
-        if own := parts.pop("validation", None):
-            parts["train"] = concatenate_datasets([parts["train"], own])
+        if validation_part := parts.pop("validation", None):
+            parts["train"] = concatenate_datasets([parts["train"], validation_part])
             split += ", training and validation part together"
         check_counts(parts["train"], loaded.labels, 2, TASKS[name])
         labels = parts["train"]["label"][:]
@@ -161,8 +161,8 @@ def load(name: str, folder: str | None, validation: str = "auto", fold: int = 0)
         with warnings.catch_warnings():  # a class of less than five examples is not in all folds
             warnings.filterwarnings("ignore", "The least populated class", UserWarning)
             folds = list(StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(labels, labels))
-        rest, out = folds[fold % FOLDS]
-        parts |= {"train": parts["train"].select(rest), "validation": parts["train"].select(out)}
+        train_indices, fold_indices = folds[fold % FOLDS]
+        parts |= {"train": parts["train"].select(train_indices), "validation": parts["train"].select(fold_indices)}
         split += ", a fifth of the training part validates, another one with each seed"
     ordered = {part: parts[part] for part in ("train", "validation", "test")}
     return replace(loaded, parts=DatasetDict(ordered), split=split)

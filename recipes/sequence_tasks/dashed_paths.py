@@ -45,8 +45,8 @@ class DashedPaths:
         pen = ImageDraw.Draw(canvas)
         for path in paths:
             for (x, y), (u, v) in pairwise(path):
-                to = x + (u - x) * DASH / STEP, y + (v - y) * DASH / STEP
-                pen.line([scale * x, scale * y, *(scale * z for z in to)], fill=255, width=round(scale * WIDTH))
+                dash_end = x + (u - x) * DASH / STEP, y + (v - y) * DASH / STEP
+                pen.line([scale * x, scale * y, *(scale * z for z in dash_end)], fill=255, width=round(scale * WIDTH))
         for x, y in ends:
             pen.circle((scale * x, scale * y), scale * RADIUS, fill=255)
         return canvas.resize((self.size, self.size), Image.Resampling.BOX)
@@ -54,12 +54,12 @@ class DashedPaths:
     def layout(self, draw: random.Random) -> tuple[list[Path], Path, Path]:
         """All paths of an image, and where discs are apart and joined."""
         for _ in range(TRIES):
-            first, second, *others = self.paths(draw)
+            first, second, *distractors = self.paths(draw)
             joined = [first[0], first[-1]]
             pairs = [[a, b] for a in joined for b in (second[0], second[-1])]
             apart = min(pairs, key=lambda pair: abs(math.dist(*pair) - math.dist(*joined)))
             if abs(math.dist(*apart) - math.dist(*joined)) <= ALIKE:
-                return [first, second, *others], apart, joined
+                return [first, second, *distractors], apart, joined
         raise self.make_error()
 
     def paths(self, draw: random.Random) -> list[Path]:
@@ -68,8 +68,8 @@ class DashedPaths:
         for _ in range(TRIES):
             paths: list[Path] = []
             for length in lengths:
-                taken = [point for path in paths for point in path]
-                path = next(filter(None, (self.path(draw, length, taken) for _ in range(20))), None)
+                points = [point for path in paths for point in path]
+                path = next(filter(None, (self.path(draw, length, points) for _ in range(20))), None)
                 if path is None:
                     break
                 paths.append(path)
@@ -86,9 +86,9 @@ class DashedPaths:
     def path(draw: random.Random, length: int, taken: Path) -> Path | None:
         """Return a path that keeps clear of what is taken and of itself, if this attempt finds one."""
 
-        def is_free(point: tuple[float, float], own: Path) -> bool:
+        def is_free(point: tuple[float, float], earlier_points: Path) -> bool:
             inside = all(MARGIN <= z <= 32 - MARGIN for z in point)
-            return inside and all(math.dist(point, other) >= CLEARANCE for other in (*taken, *own))
+            return inside and all(math.dist(point, other) >= CLEARANCE for other in (*taken, *earlier_points))
 
         path = [(draw.uniform(MARGIN, 32 - MARGIN), draw.uniform(MARGIN, 32 - MARGIN))]
         if not is_free(path[0], []):

@@ -50,15 +50,15 @@ class Expressions:
         leaf = chances * (1 - OPERATOR), numbers.copy()
         for _ in range(self.max_depth - 1):
             inner = []
-            for of_one, weight in ((chances, OPERATOR / (self.max_args - 1)), (numbers, len(OPERATORS))):
-                of_all, total = of_one, np.zeros_like(of_one)
+            for child, weight in ((chances, OPERATOR / (self.max_args - 1)), (numbers, len(OPERATORS))):
+                children, total = child, np.zeros_like(child)
                 for _ in range(2, self.max_args + 1):
-                    of_all = np.minimum(np.convolve(of_all, of_one)[: self.max_length], 1e30)
-                    total += of_all
+                    children = np.minimum(np.convolve(children, child)[: self.max_length], 1e30)
+                    total += children
                 inner.append(np.r_[0, 0, total[:-2] * weight])
             chances, numbers = leaf[0] + inner[0], np.minimum(leaf[1] + inner[1], 1e30)
-        kept = slice(self.min_length + 1, None)
-        return float(chances[kept].sum()), float(numbers[kept].sum())
+        allowed = slice(self.min_length + 1, None)
+        return float(chances[allowed].sum()), float(numbers[allowed].sum())
 
     def check(self, count: int) -> None:
         """Whether so many different ones can be drawn in an hour."""

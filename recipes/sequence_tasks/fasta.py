@@ -50,14 +50,14 @@ def scope(root: Path, task: Task) -> Loaded:
         raise GraphFilterError(f"--data: {root} has {len(files)} FASTA files, one of SCOPe was expected")
     proteins: dict[str, list[str]] = {}
     for header, sequence in headers(files[0], AMINO_ACIDS):
-        if not (found := FOLD.match(header)):
+        if not (match := FOLD.match(header)):
             raise GraphFilterError(f"{files[0]}: the record {header[:80]!r} names no fold, such as a.1.1.1")
-        proteins.setdefault(found[1], []).append(" ".join(sequence))
+        proteins.setdefault(match[1], []).append(" ".join(sequence))
     folds = [fold for fold in sorted(proteins) if len(proteins[fold]) >= FEWEST]
     if len(folds) < 2:
         raise GraphFilterError(f"{files[0]} has {len(folds)} folds with {FEWEST} proteins, two are needed")
-    if rest := sum(map(len, proteins.values())) - sum(len(proteins[fold]) for fold in folds):
-        note(f"left out: {rest} proteins of {len(proteins) - len(folds)} folds with less than {FEWEST}")
+    if num_dropped := sum(map(len, proteins.values())) - sum(len(proteins[fold]) for fold in folds):
+        note(f"left out: {num_dropped} proteins of {len(proteins) - len(folds)} folds with less than {FEWEST}")
     rows = [(text, number) for number, fold in enumerate(folds) for text in proteins[fold]]
     columns = dict(zip(("text_a", "label"), map(list, zip(*rows, strict=True)), strict=True))
     return Loaded(DatasetDict(all=Dataset.from_dict(columns)), tuple(folds))
@@ -71,19 +71,19 @@ def records(file: Path, alphabet: str = DNA) -> Iterator[tuple[str, str]]:
 
 def headers(file: Path, alphabet: str) -> Iterator[tuple[str, str]]:
     """Headers and beginnings of the sequences, in the letters of the alphabet; never more of one is held."""
-    name, pieces, left, new_line = None, [], 0, True
+    name, pieces, room, new_line = None, [], 0, True
     with gzip.open(file, "rt", encoding="latin-1") if file.suffix == ".gz" else file.open(encoding="latin-1") as lines:
         try:
             for text in iter(lambda: lines.readline(LONGEST), ""):
                 if new_line and text.startswith(">"):
                     if name is not None:
                         yield name, sequence(file, name, pieces, alphabet)
-                    name, pieces, left = text[1:].strip(), [], LONGEST
+                    name, pieces, room = text[1:].strip(), [], LONGEST
                 elif name is None and text.strip():
                     raise GraphFilterError(f"{file} has no line that begins with > before its first sequence")
-                elif left and (letters := text.strip()[:left]):
+                elif room and (letters := text.strip()[:room]):
                     pieces.append(letters)
-                    left -= len(letters)
+                    room -= len(letters)
                 new_line = text.endswith("\n")
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise GraphFilterError(f"{file} cannot be read as gzip: {error}") from error

@@ -49,9 +49,9 @@ def expressions(file: Path, rows: Iterable[dict[str, str]]) -> Dataset:
         tokens = [token for token in source.split() if token not in "()"]
         if target not in DIGITS:
             raise GraphFilterError(f"{file}: row {row} has the value {target!r}, which is no digit")
-        if not tokens or (odd := set(tokens) - SYMBOLS):
-            what = f"the symbol {odd.pop()!r}, which ListOps does not have" if tokens else "no expression"
-            raise GraphFilterError(f"{file}: row {row} has {what}")
+        if not tokens or (unknown := set(tokens) - SYMBOLS):
+            problem = f"the symbol {unknown.pop()!r}, which ListOps does not have" if tokens else "no expression"
+            raise GraphFilterError(f"{file}: row {row} has {problem}")
         texts.append(" ".join(tokens))
         labels.append(int(target))
     if not texts:
@@ -100,8 +100,8 @@ def image(root: Path | None, task: Task, patch: int | None = None) -> Loaded:
         raise GraphFilterError(
             f"--data: {root / 'train'} must hold a folder of images for each of two classes at least"
         )
-    if odd := {sub.name for sub in subfolders(root / "test")} ^ set(labels):
-        raise GraphFilterError(f"--data: the class {min(odd)} is in one of {root}/train and {root}/test only")
+    if unmatched := {sub.name for sub in subfolders(root / "test")} ^ set(labels):
+        raise GraphFilterError(f"--data: the class {min(unmatched)} is in one of {root}/train and {root}/test only")
     return Loaded(DatasetDict({part: make(images_in(root / part, labels)) for part in ("train", "test")}), labels)
 
 
@@ -119,7 +119,7 @@ def pathfinder(root: Path, task: Task, side: int | None = SIDE) -> Loaded:
     lists = sorted(root.glob("metadata/*.npy"), key=lambda file: (len(file.stem), file.stem))
     if not lists:
         raise GraphFilterError(f"--data: {root} has no lists metadata/*.npy")
-    images = (listed for file in lists for listed in images_of(root, file))
+    images = (row for file in lists for row in images_of(root, file))
     return Loaded(DatasetDict(all=pixels(images, side)), task.labels)
 
 
@@ -148,8 +148,8 @@ def pixels(images: Iterable[tuple], side: int | None) -> Dataset:
 def patches(images: Iterable[tuple], size: int) -> Dataset:
     """Images in colour as series: a step per patch, row by row, whose channels are its numbers from 0 to 1."""
     values, labels = read_images(images, "RGB", SIDE)
-    at = np.stack(values).astype(np.float32).reshape(-1, SIDE // size, size, SIDE // size, size, 3) / 255
-    steps = in_lists(pa.array(at.swapaxes(2, 3).ravel()), 3 * size**2)
+    array = np.stack(values).astype(np.float32).reshape(-1, SIDE // size, size, SIDE // size, size, 3) / 255
+    steps = in_lists(pa.array(array.swapaxes(2, 3).ravel()), 3 * size**2)
     return Dataset(pa.table({"series": in_lists(steps, (SIDE // size) ** 2), "label": labels}))
 
 
@@ -163,13 +163,13 @@ def read_images(images: Iterable[tuple], mode: str, side: int | None) -> tuple[l
     values, labels = [], []
     for source, name, label in images:
         try:
-            read = np.asarray((source if isinstance(source, Image.Image) else Image.open(source)).convert(mode))
+            array = np.asarray((source if isinstance(source, Image.Image) else Image.open(source)).convert(mode))
         except Exception as error:  # whatever a damaged file leads to
             raise GraphFilterError(f"{name} cannot be read as an image") from error
-        side = side or read.shape[0]
-        if read.shape[:2] != (side, side):
-            raise GraphFilterError(f"{name} has {read.shape[1]} x {read.shape[0]} pixels, not {side} x {side}")
-        values.append(read)
+        side = side or array.shape[0]
+        if array.shape[:2] != (side, side):
+            raise GraphFilterError(f"{name} has {array.shape[1]} x {array.shape[0]} pixels, not {side} x {side}")
+        values.append(array)
         labels.append(label)
     if not values:
         raise GraphFilterError("there are no images")

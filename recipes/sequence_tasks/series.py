@@ -60,16 +60,16 @@ def download(name: str) -> Path:
         if constants.HF_HUB_OFFLINE:
             raise OSError("HF_HUB_OFFLINE is set")
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as kept:
-            with urllib.request.urlopen(address, timeout=60) as source, Path(kept, "zip").open("wb") as target:
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            with urllib.request.urlopen(address, timeout=60) as source, Path(temporary, "zip").open("wb") as target:
                 shutil.copyfileobj(source, target)
-            with zipfile.ZipFile(Path(kept, "zip")) as archive:
+            with zipfile.ZipFile(Path(temporary, "zip")) as archive:
                 members = {Path(member).name: member for member in archive.namelist()}
                 for file in names:  # and nothing else of what is in there, wherever it would go
-                    with archive.open(members[file]) as source, Path(kept, file).open("wb") as target:
+                    with archive.open(members[file]) as source, Path(temporary, file).open("wb") as target:
                         shutil.copyfileobj(source, target)
             for file in names:
-                Path(kept, file).replace(folder / file)
+                Path(temporary, file).replace(folder / file)
     except (OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise GraphFilterError(
             f"{address} cannot be loaded ({type(error).__name__}: {one_line(error)}); check the connection, or name a "
@@ -93,24 +93,24 @@ class Rows:
         values, steps, numbers = [], [], []
         with self.file.open(encoding="utf-8-sig", errors="replace") as lines:  # descriptions are in any encoding
             self.read_header(lines)
-            known = {label.casefold(): number for number, label in enumerate(self.labels)}
+            label_numbers = {label.casefold(): number for number, label in enumerate(self.labels)}
             for row, line in enumerate(filter(None, map(str.strip, lines)), 1):
                 body, _, label = line.rpartition(":")
                 label = label.strip()
-                if label.casefold() not in known:
+                if label.casefold() not in label_numbers:
                     raise GraphFilterError(
                         f"{self.file}: row {row} has the label {label!r}, which is not of the training part's: "
                         f"{', '.join(self.labels)}"
                     )
                 values.append(self.read_row(row, body.split(":") if body else []))
                 steps.append(len(values[-1]))
-                numbers.append(known[label.casefold()])
+                numbers.append(label_numbers[label.casefold()])
         if not values:
             raise GraphFilterError(f"{self.file} has no rows after @data")
-        inner = np.arange(0, sum(map(np.size, values)) + 1, self.channels, dtype=np.int32)
-        outer = np.array([0, *accumulate(steps)], dtype=np.int32)
+        step_offsets = np.arange(0, sum(map(np.size, values)) + 1, self.channels, dtype=np.int32)
+        row_offsets = np.array([0, *accumulate(steps)], dtype=np.int32)
         flat = pa.array(np.concatenate(values).ravel())
-        nested = pa.ListArray.from_arrays(outer, pa.ListArray.from_arrays(inner, flat))
+        nested = pa.ListArray.from_arrays(row_offsets, pa.ListArray.from_arrays(step_offsets, flat))
         return Dataset(pa.table({"series": nested, "label": numbers}))
 
     def read_header(self, lines: Iterator[str]) -> None:
@@ -131,9 +131,9 @@ class Rows:
         if tags.get("@classlabel", ["false"])[0].lower() != "true" or len(tags["@classlabel"]) < 3:
             raise GraphFilterError(f"{self.file} has no line @classLabel true with the labels of two classes at least")
         self.labels = self.labels or tuple(tags["@classlabel"][1:])
-        told = tags.get("@dimensions", tags.get("@dimension", ["1"] if tags.get("@univariate") == ["true"] else []))
-        if told and told[0].isdigit():
-            self.channels = self.channels or int(told[0])
+        channels = tags.get("@dimensions", tags.get("@dimension", ["1"] if tags.get("@univariate") == ["true"] else []))
+        if channels and channels[0].isdigit():
+            self.channels = self.channels or int(channels[0])
 
     def read_row(self, row: int, channels: list[str]) -> np.ndarray:
         """Return the values of a row, (steps, channels)."""

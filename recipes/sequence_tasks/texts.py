@@ -28,15 +28,15 @@ def documents(root: Path | None, task: Task, labels: tuple[str, ...] = ()) -> Lo
     folders = {part: sub for part in ("train", "test") for sub in subfolders(root) if sub.name.endswith(part)}
     if len(folders) != 2:
         folders = {"all": root}
-    first = folders.get("train", root)
-    labels = labels or tuple(sub.name for sub in subfolders(first) if sub.name != UNLABELLED)
+    train = folders.get("train", root)
+    labels = labels or tuple(sub.name for sub in subfolders(train) if sub.name != UNLABELLED)
     if len(labels) < 2:
-        raise GraphFilterError(f"--data: {first} must hold a folder of documents for each of two classes at least")
+        raise GraphFilterError(f"--data: {train} must hold a folder of documents for each of two classes at least")
     for label in labels:
         for part, folder in folders.items():
             if not (folder / label).is_dir():
-                why = "the training part" if part == "test" else "the task"
-                raise GraphFilterError(f"--data: {folder} has no folder {label}, which {why} has")
+                owner = "the training part" if part == "test" else "the task"
+                raise GraphFilterError(f"--data: {folder} has no folder {label}, which {owner} has")
     return Loaded(DatasetDict({part: read_texts(folder, labels) for part, folder in folders.items()}), labels)
 
 
@@ -83,11 +83,11 @@ def mimic(root: Path, task: Task) -> Loaded:
     codes = sorted({code for labels in rows["train"]["label"] for code in split_codes(labels)})
     numbers = {code: number for number, code in enumerate(codes)}
     for part, table in rows.items():
-        found = [split_codes(labels) for labels in table["label"]]
-        if unknown := min(set().union(*found) - numbers.keys(), default=None):
+        code_lists = [split_codes(labels) for labels in table["label"]]
+        if unknown := min(set().union(*code_lists) - numbers.keys(), default=None):
             raise GraphFilterError(f"{files[part]} has the code {unknown!r}, which the training part does not have")
-        several = [[float(code in labels) for code in codes] for labels in found]
-        rows[part] = table.remove_columns("label").add_column("label", several)
+        indicators = [[float(code in labels) for code in codes] for labels in code_lists]
+        rows[part] = table.remove_columns("label").add_column("label", indicators)
     return Loaded(DatasetDict(rows), tuple(codes))
 
 
