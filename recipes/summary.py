@@ -158,7 +158,7 @@ def compare_results(settings: Settings, content: dict[str, Any], other: dict[str
     for name in dict.fromkeys([*own_rows, *other_rows]):
         rows.append([name, *own_rows.get(name, [""] * 3)])
         rows += [["  other", *other_rows[name]]] if name in other_rows else []
+    first_runs = [{name_variant(run["variant"]): run for run in reversed(c["runs"])} for c in (content, other)]
     for name in own_rows.keys() & other_rows.keys():
-        runs = ((r for r in c["runs"] if name_variant(r["variant"]) == name) for c in (content, other))
-        differing.update(settings.list_differences(*(next(matches)["settings"] for matches in runs)))
+        differing.update(settings.list_differences(*(by_name[name]["settings"] for by_name in first_runs)))
     return table(["variant", "seeds", content["metric"].partition("/")[2], "difference"], rows), sorted(differing)

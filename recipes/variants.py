@@ -8,7 +8,7 @@ from hf_graphfilter import GraphFilterError
 from recipes.errors import note
 from recipes.identities import OF_FILTERS
 from recipes.settings import Settings
-from recipes.summary import PLAIN
+from recipes.summary import PLAIN, name_variant
 
 # what must be the same for a comparison to say anything
 SHARED = {"task", "data", "dataset_name", "dataset_config_name", "split", "target", "seed", "seeds", "held_out"}
@@ -26,6 +26,8 @@ def choose_variants(
 ) -> dict[str, dict[str, Any]]:
     """Return name to overrides, the unpatched model first; ``only`` selects variants of the YAML file."""
     chosen = _choose(settings, values, sections, sweep, only)
+    if taken := [name for name in chosen if name_variant(name) == name_variant(PLAIN)]:
+        raise GraphFilterError(f"a comparison has its own baseline: give the variant {taken[0]!r} another name")
     changed = {key: name for name, overrides in chosen.items() for key in overrides}
     if fixed := sorted(changed.keys() & SHARED):
         raise GraphFilterError(

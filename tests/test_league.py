@@ -577,6 +577,7 @@ def test_two_commands_on_one_league(trained, capsys):
             "has no task 'ptp' .did you mean 'ptb'?",
         ),
         ({"variants": {"plain": {"filter": "gfsa"}}}, "the league small plays 'plain' by itself: give the variant an"),
+        ({"variants": {"baseline": {"filter": "gfsa"}}}, "the league small plays 'baseline' by itself: give the"),
         ({"variants": {"gfsa": 3}}, "variants are given as NAME: VALUE, rates as numbers"),
         ({"variants": {"gfsa": {"layers": "evn"}}}, "layers='evn': a text is 'all'"),
         ({"rates": {"learning_rate": ["a"], "filter_lr": [1]}}, "variants are given as NAME: VALUE, rates as numbers"),

@@ -1436,6 +1436,14 @@ def test_a_comparison_of_some_variants_only():
             compare.choose_variants(settings, values, found, sweep, ["agf"])
 
 
+@pytest.mark.parametrize("name", ["plain", "baseline"])
+def test_no_variant_takes_the_place_of_the_baseline(name):
+    settings = Settings(sequences.RECIPE)
+    values, sections = settings.parse(["--config", "sequences/lra-small", "--task", "listops"])
+    with pytest.raises(GraphFilterError, match=f"its own baseline: give the variant '{name}' another name"):
+        compare.choose_variants(settings, values, sections | {"variants": {name: {"filter": "gfsa"}}})
+
+
 @pytest.mark.parametrize("pays", [True, False])
 def test_configurations_for_a_laptop_need_no_flag(pays, asked, monkeypatch, capsys):
     """bf16 on a CPU that is quick with it, else float32; the Trainer would refuse to decide."""

@@ -17,7 +17,7 @@ from recipes.errors import OtherSettingsError
 from recipes.league.records import Records, Run, check_file, rank_scores, round_score
 from recipes.records import get_value, lower_is_better
 from recipes.settings import Settings
-from recipes.summary import PLAIN
+from recipes.summary import PLAIN, name_variant
 
 TUNING_SEED = 0
 LONGER = "plain, longer"
@@ -53,8 +53,9 @@ class League:
         if not all(0 < rate < math.inf for rates in self.rates.values() for rate in rates):
             raise GraphFilterError(f"the rates of a league are numbers above 0, found {self.rates}")
         self.tune = {name: overrides.pop("tune", "filter_lr") for name, overrides in self.variants.items()}
-        if taken := {PLAIN, LONGER} & {*self.variants}:
-            raise GraphFilterError(f"the league {name} plays {min(taken)!r} by itself: give the variant another name")
+        reserved = {*map(name_variant, (PLAIN, LONGER))}
+        if taken := [variant for variant in self.variants if name_variant(variant) in reserved]:
+            raise GraphFilterError(f"the league {name} plays {taken[0]!r} by itself: give the variant another name")
         self.tune |= {PLAIN: "learning_rate", LONGER: "learning_rate"}
         if unknown := [name for name, key in self.tune.items() if key not in [*self.rates]]:
             raise GraphFilterError(f"the variant {unknown[0]!r} tunes one of {', '.join(self.rates)}")
