@@ -10,9 +10,11 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_graphfilter.ops import triton as kernels
@@ -35,6 +37,10 @@ def on_the_device(test):
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 slow_here = pytest.mark.slow if INTERPRETED else ()
 outside = pytest.mark.skipif(INTERPRETED, reason="is what runs the interpreter")
+interpreter_runs = pytest.mark.skipif(
+    Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4"),
+    reason="the interpreter of Triton 3.6 needs NumPy before 2.4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +50,7 @@ def switched_on(monkeypatch):
 
 
 @outside
+@interpreter_runs
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_in_the_interpreter(which):
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", which, __file__]
