@@ -480,12 +480,12 @@ def test_the_bias_of_positions_in_the_window(window, sinks):
     modules = [f for _, f in filters_of(model)]
     with switch_off("far", modules):
         found = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-    there = mask.bool()
-    torch.testing.assert_close(found[there], expected[there])
+    is_present = mask.bool()
+    torch.testing.assert_close(found[is_present], expected[is_present])
     patch_model(unpatch_model(model), "agf", position_bias="drop", **options)
     with switch_off("far", [f for _, f in filters_of(model)]):
         found = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-    assert not torch.allclose(found[there], expected[there])
+    assert not torch.allclose(found[is_present], expected[is_present])
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
@@ -752,7 +752,7 @@ def test_one_chunk_equals_the_scan(keys):
     theta = torch.tensor([1.0, 0.1], dtype=torch.float64).requires_grad_()
     left, inputs = spectral.Left(u, sigma, theta, recurrence("jacobi", 1)), (u, sigma, theta, v, value)
     (found, after), (expected, _) = (
-        spectral.filter_causal(left, v, value, keys, goes_on=goes_on) for goes_on in (False, True)
+        spectral.filter_causal(left, v, value, keys, needs_state=needs_state) for needs_state in (False, True)
     )
     assert after is None
     torch.testing.assert_close(found, expected)

@@ -69,10 +69,10 @@ def test_equals_the_definition(sets, orders, permutation):
 @pytest.mark.parametrize("hidden", [slice(12, None), slice(0, 7), [0, 3, 4, 18], slice(None)], ids=str)
 def test_padding_has_no_influence_wherever_it_is(sets, permutation, hidden):
     value, response, angles = tensors(sets, 2)
-    there = torch.ones(1, N, dtype=torch.bool)
-    there[:, hidden] = False
-    out = filter_tokens(value, response, angles, there=there, permutation=permutation)
-    seen = there[0]
+    is_present = torch.ones(1, N, dtype=torch.bool)
+    is_present[:, hidden] = False
+    out = filter_tokens(value, response, angles, is_present=is_present, permutation=permutation)
+    seen = is_present[0]
     short = filter_tokens(value[:, :, seen], response[..., seen], angles[..., seen], permutation=permutation)
     torch.testing.assert_close(out[:, :, seen], short)
     alone = torch.exp(1j * response)[..., None] * value
@@ -85,8 +85,10 @@ def test_hardly_anything(shape, padded):
     batch, n = shape
     for sets, permutation in itertools.product((1, H), PERMUTATIONS):
         value, response, angles = tensors(sets, 2, n)
-        there = torch.zeros(batch, n, dtype=torch.bool) if padded else None
-        out = filter_tokens(value[:batch], response[:batch], angles[:batch], there=there, permutation=permutation)
+        is_present = torch.zeros(batch, n, dtype=torch.bool) if padded else None
+        out = filter_tokens(
+            value[:batch], response[:batch], angles[:batch], is_present=is_present, permutation=permutation
+        )
         torch.testing.assert_close(out, (torch.exp(1j * response)[..., None] * value)[:batch], rtol=0, atol=1e-12)
 
 

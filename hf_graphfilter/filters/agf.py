@@ -153,7 +153,7 @@ class AGF(ReplacingFilter):
             out = spectral.filter_all(left, v, value, keys)
         else:
             past_state = spectral.CausalState(state["mass"], state["mean"]) if state else None
-            out, next_state = spectral.filter_causal(left, v, value, keys, past_state, goes_on=state is not None)
+            out, next_state = spectral.filter_causal(left, v, value, keys, past_state, needs_state=state is not None)
             if state is not None and next_state is not None:
                 state.update(next_state._asdict())
         return self.penalised(

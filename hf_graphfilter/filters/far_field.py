@@ -126,8 +126,8 @@ class FarField(KeepingFilter):
         if self.config.memory:
             self._check_order(causal)
             means, exact = remember_blocks(self.config.memory, keys, values, logits, is_far, past_means, memory.exact)
-            count = count - exact.there.sum(-1)
-            count = count if memory.exact is None else count + memory.exact.there.sum(-1, keepdim=True)
+            count = count - exact.is_present.sum(-1)
+            count = count if memory.exact is None else count + memory.exact.is_present.sum(-1, keepdim=True)
         else:
             logits = logits.masked_fill(~is_far[:, None, ..., None], block_attention.NEVER)
             means = block_attention.far_of_blocks(block_attention.summarize_blocks(logits, values), past_means, causal)
@@ -146,7 +146,7 @@ class FarField(KeepingFilter):
             sees_extra = [sinks.seen(token_blocks.shape[1], block, causal)]
             extra = [[x[:, :, None].expand(-1, -1, token_blocks.shape[1], -1, -1)] for x in (sinks.key, sinks.value)]
             if exact is not None:
-                sees_extra.append(exact.there)
+                sees_extra.append(exact.is_present)
                 extra = [[*x, y] for x, y in zip(extra, (exact.key, exact.value), strict=True)]
             visible = block_attention.see_neighbours(token_blocks, torch.cat(sees_extra, -1), causal)
             near_key, near_value = (
@@ -183,8 +183,10 @@ class FarField(KeepingFilter):
         if is_token is None:
             state.update(key=keys, value=values)
         else:
-            places = [state["exact_there"]] if "exact_there" in state else []
-            visible = torch.cat([state["sink_there"] & (state["sink_at"] < 0), *places, state["is_token"], is_token], 1)
+            places = [state["exact_present"]] if "exact_present" in state else []
+            visible = torch.cat(
+                [state["sink_present"] & (state["sink_at"] < 0), *places, state["is_token"], is_token], 1
+            )
             scores = scores.masked_fill(~visible.repeat_interleave(groups, 0)[:, None], block_attention.NEVER)
             memory.add_token(memory.find_sinks(key, value, is_token), keys, values, is_token)
         values = values.flatten(0, 1)

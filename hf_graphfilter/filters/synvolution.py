@@ -93,7 +93,7 @@ class Synvolution(ReplacingFilter):
         eigenvalues, angles = self.spectrum(shift.hidden)
         _, is_token = shift.visible()
         value, response = repeat_heads(value, self.heads), self.response(eigenvalues)
-        out = filter_tokens(value, response, angles, there=is_token, permutation=self.config.permutation)
+        out = filter_tokens(value, response, angles, is_present=is_token, permutation=self.config.permutation)
         return real_form(out, self.zeta.view(-1, 1, 1)).to(value.dtype)
 
 

@@ -42,7 +42,7 @@ class Batches:
         labels: whether the model receives labels too.
 
     Attributes:
-        held: the batches to measure on.
+        held_out: the batches to measure on.
 
     Raises:
         GraphFilterError: there are too few batches, or a batch is no input of the model.
@@ -54,12 +54,12 @@ class Batches:
         data, holdout = split_holdout(check_batches(data), holdout)
         to_inputs = partial(inputs_of, model, labels=labels)
         count = holdout if isinstance(holdout, int) else 0
-        self.held = [*map(to_inputs, islice(data, count) if isinstance(holdout, int) else check_batches(holdout))]
-        if not isinstance(holdout, int) and not self.held:
+        self.held_out = [*map(to_inputs, islice(data, count) if isinstance(holdout, int) else check_batches(holdout))]
+        if not isinstance(holdout, int) and not self.held_out:
             raise GraphFilterError("holdout holds no batches to measure on")
-        if isinstance(holdout, int) and len(self.held) < holdout:
+        if isinstance(holdout, int) and len(self.held_out) < holdout:
             raise GraphFilterError(
-                f"there are {len(self.held)} batches, and holdout={holdout} asks for more: give more batches, or a "
+                f"there are {len(self.held_out)} batches, and holdout={holdout} asks for more: give more batches, or a "
                 "smaller holdout"
             )
         self._data, self._to_inputs = data, to_inputs

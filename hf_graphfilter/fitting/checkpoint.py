@@ -137,12 +137,12 @@ def marked(values: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:
+def fitted_to(model: nn.Module, held_out: list[Batch]) -> dict[str, str]:
     """Return settings that identify the weights outside the filters, and the held-out batches."""
     weights = (
         _fetch(model, name) if x.is_meta else x for name, x in model.state_dict().items() if f".{CHILD}." not in name
     )
-    return {"model": marked(weights), "held out": marked(x for batch in held for x in batch.values())}
+    return {"model": marked(weights), "held out": marked(x for batch in held_out for x in batch.values())}
 
 
 def _fetch(model: nn.Module, name: str) -> Tensor:

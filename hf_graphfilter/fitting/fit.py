@@ -57,7 +57,7 @@ class Fit:
         self.model, self.batches, self.rates = model, batches, rates
         self.modules = dict(filters_of(model, required=True))
         share(p for graph_filter in self.modules.values() for p in graph_filter.parameters())  # before any measurement
-        self.settings = {**fitted_to(model, batches.held), "modules": sorted(self.modules), **settings}
+        self.settings = {**fitted_to(model, batches.held_out), "modules": sorted(self.modules), **settings}
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.progress, self.eval_every, self.patience = progress, eval_every, patience
         self.weights: dict[str, nn.Parameter] = {}
@@ -73,7 +73,7 @@ class Fit:
 
     def errors(self) -> dict[str, float]:
         """Return the relative error of each filter on the held-out batches."""
-        return filter_errors(self.model, self.modules, self.batches.held)
+        return filter_errors(self.model, self.modules, self.batches.held_out)
 
     def original(self) -> Original:
         """Return a function that computes the model's outputs with attention in place of the filters."""
@@ -82,7 +82,7 @@ class Fit:
     def check_outputs(self, original: Original, distance: str) -> None:
         """Raise an error before long work if ``distance`` cannot compare the model's outputs."""
         with torch.no_grad():
-            fit_end_to_end(self.model, original, distance, self.batches.held[0])
+            fit_end_to_end(self.model, original, distance, self.batches.held_out[0])
 
     def fit_attention(self, budget: int) -> None:
         """Fit each layer by itself to its original attention."""
@@ -99,7 +99,7 @@ class Fit:
         groups: list[Group] = self.rates.groups(self.modules, regression=False)
         if self.weights:
             groups.append((self.weights, self.rates.weights))
-        measure = partial(mean_loss, step, self.batches.held)
+        measure = partial(mean_loss, step, self.batches.held_out)
         self._run(Stage(name, budget, groups, step, measure))
 
     def _run(self, stage: Stage) -> None:

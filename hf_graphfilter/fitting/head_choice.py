@@ -90,7 +90,7 @@ def score_heads(model: nn.Module, probes: Iterable[Batch], *, reach: int, sinks:
 
 def choose_heads(
     model: Any,
-    held: list[Batch],
+    held_out: list[Batch],
     share: float | str,
     config: ReplacingConfig | None = None,
     layers: Layers = None,
@@ -103,7 +103,7 @@ def choose_heads(
 
     Args:
         model: a decoder, with or without filters. It is left as it was.
-        held: batches of texts; the probes are made of their token ids.
+        held_out: batches of texts; the probes are made of their token ids.
         share: share of all key heads to keep, such as 0.2 or ``"20%"``.
         config: the config of the filter; its window and sinks determine which tokens are far. None stands for the
             config that ``far_field`` has in ``linearize``.
@@ -118,15 +118,15 @@ def choose_heads(
         raise GraphFilterError(f"share must be a number such as 0.2, or text such as '20%', got {shown(share)}")
     layers = leave_sliding_windows(model, stack) if layers is None else layers
     share = parse_heads(share if isinstance(share, str) else f"{share * 100:f}%") or 0.0
-    held = [inputs_of(model, batch, labels=False) for batch in held]
+    held_out = [inputs_of(model, batch, labels=False) for batch in held_out]
     sites, _ = host_of(model).find(model)
     if not all(site.causal for site in sites) or len({site.group for site in sites}) != 1:
         remedy = "give them as keep={4: [0, 2]}" if any(site.causal for site in sites) else "leave keep= out"
         raise GraphFilterError(f"keep='{share:.0%}' chooses heads of decoders with one stack: {remedy}")
     config = FarFieldConfig.for_conversion() if config is None else config
     reach, longest = 2 * config.window - 1, getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not (problem := problem_of(held)):
-        probes = make_probes(held, reach, longest or sys.maxsize)
+    if not (problem := problem_of(held_out)):
+        probes = make_probes(held_out, reach, longest or sys.maxsize)
         problem = "" if probes else "the held-out batches are too short for probes of retrieval"
     if problem:
         raise GraphFilterError(f"keep='{share:.0%}': {problem}; give the heads as keep={{4: [0, 2]}}")

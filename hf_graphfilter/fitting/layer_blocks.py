@@ -177,11 +177,11 @@ def _fit_blocks(fit: Linearization, budget: int, count: int, folder: Path) -> Tr
     if count > len(layers):
         raise GraphFilterError(f"blocks={count}, and the model has {len(layers)} layers: ask for at most as many")
     ends = [round(i * len(layers) / count) for i in range(count + 1)]
-    in_tuples = returns_tuples(fit.model, layers, fit.batches.held[0])
+    in_tuples = returns_tuples(fit.model, layers, fit.batches.held_out[0])
     settings = {**fit.settings, "tokens": budget}
     train, held_out = (Inputs(folder / name, device_of(fit.model), settings) for name in INPUTS)
     train.keep(fit.batches.stream(), budget, fit.size)
-    held_out.keep(fit.batches.held, math.inf, fit.size)
+    held_out.keep(fit.batches.held_out, math.inf, fit.size)
     reports: list[tuple[TransferReport, int]] = []
     for number, (first, end) in enumerate(itertools.pairwise(ends)):
         block = Block(fit.model, layers, first, end, in_tuples)

@@ -141,7 +141,7 @@ def linearize(
     if layers is None:
         layers = leave_sliding_windows(model, stack)
     if heads is not None:
-        keep = choose_heads(model, batches.held, heads, config, layers, stack)  # type: ignore[arg-type]
+        keep = choose_heads(model, batches.held_out, heads, config, layers, stack)  # type: ignore[arg-type]
         config = replace(config, keep=keep)  # type: ignore[call-arg]
     patch_model(model, config, layers=layers, stack=stack)
     settings: dict[str, Any] = {"filter": config.to_dict(), "share": share, "train": train, "rank": rank}

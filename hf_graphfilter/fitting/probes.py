@@ -17,19 +17,19 @@ FEWEST = 32  # different token ids, below which random sequences repeat themselv
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "use_cache"}
 
 
-def problem_of(held: list[Batch]) -> str:
+def problem_of(held_out: list[Batch]) -> str:
     """Return why no probes can be made of these batches, or an empty text if they can."""
-    if others := sorted({name for batch in held for name in batch} - TEXT):
+    if others := sorted({name for batch in held_out for name in batch} - TEXT):
         return f"probes hold nothing but token ids, and the held-out batches hold {', '.join(others)}"
-    if not held:
+    if not held_out:
         return "there are no batches to make probes of"
-    count = len(torch.cat(_texts(held)).unique())
+    count = len(torch.cat(_texts(held_out)).unique())
     if count < FEWEST:
         return f"probes are drawn from the token ids of the held-out batches, which hold {count} different ones"
     return ""
 
 
-def make_probes(held: list[Batch], window: int, longest: int) -> list[Batch]:
+def make_probes(held_out: list[Batch], window: int, longest: int) -> list[Batch]:
     """Return batches of probes with labels, which are -100 except for the answers.
 
     The probes are made of the token ids of the held-out batches, so that no tokenizer is needed. There are three kinds:
@@ -42,11 +42,11 @@ def make_probes(held: list[Batch], window: int, longest: int) -> list[Batch]:
     global generator.
 
     Args:
-        held: batches of token ids, for which ``problem_of`` is empty.
+        held_out: batches of token ids, for which ``problem_of`` is empty.
         window: the number of tokens before each token that a filter attends to exactly.
         longest: the longest input that the model takes.
     """
-    generator, texts = torch.Generator().manual_seed(0), _texts(held)
+    generator, texts = torch.Generator().manual_seed(0), _texts(held_out)
     stream, first = torch.cat(texts), texts[0][:1]
     if all(text[0] == first for text in texts):  # a special token
         start, stream = first, stream[stream != first]
@@ -77,7 +77,7 @@ def make_probes(held: list[Batch], window: int, longest: int) -> list[Batch]:
         (piece,) = random_pieces(1, length - size)
         return _make_probe(list(piece.split([size, len(piece) - size])), stream[:0], 1, 1, window, generator)
 
-    rows = max(1, len(held[0]["input_ids"]))  # as many as the device takes
+    rows = max(1, len(held_out[0]["input_ids"]))  # as many as the device takes
     batches: list[Batch] = []
     for kind, min_length in ((dictionary, 12), (pass_keys, 18), (copying, 5)):
         if length < min_length:
@@ -109,10 +109,10 @@ def _make_probe(
     return torch.cat([context, *queries]), torch.cat([torch.full_like(context, -100), *answers])
 
 
-def _texts(held: Iterable[Batch]) -> list[Tensor]:
+def _texts(held_out: Iterable[Batch]) -> list[Tensor]:
     """Return the token ids of each row without padding, on the CPU."""
     texts = []
-    for batch in held:
+    for batch in held_out:
         ids: Tensor = batch["input_ids"].cpu()
         mask: Any = batch.get("attention_mask")
         is_token = torch.ones_like(ids, dtype=torch.bool)

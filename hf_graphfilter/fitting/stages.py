@@ -77,12 +77,12 @@ class Linearization(Fit):
             GraphFilterError: exact attention spans all held-out inputs.
         """
         with self.autocast():
-            before, (_, far_errors) = errors_by_context(self.model, self.modules, self.batches.held, [reach + 1])
+            before, (_, far_errors) = errors_by_context(self.model, self.modules, self.batches.held_out, [reach + 1])
         if reach and all(map(math.isnan, far_errors.values())):
             raise GraphFilterError(
-                f"the longest held-out input has {self._longest(self.batches.held)} tokens, which the window spans (it "
-                f"reaches {reach} tokens back), so that the filter beyond it would learn nothing: give longer ones, or "
-                "a smaller window= (or memory=, which counts too)"
+                f"the longest held-out input has {self._longest(self.batches.held_out)} tokens, which the window spans "
+                f"(it reaches {reach} tokens back), so that the filter beyond it would learn nothing: give longer "
+                "ones, or a smaller window= (or memory=, which counts too)"
             )
         self.report = TransferReport(before)
 
@@ -111,7 +111,7 @@ class Linearization(Fit):
         if self.checkpoint is not None:
             stage_tokens = {name: self.tokens[name] for name in [*self.reports, stage.name]}
             checkpoint = Checkpoint(self.checkpoint / folder, {**self.settings, "tokens": stage_tokens})
-        held_out_tokens = sum(map(self.size, self.batches.held))  # measure no more tokens than are fitted
+        held_out_tokens = sum(map(self.size, self.batches.held_out))  # measure no more tokens than are fitted
         interval = max(1, stage.budget // self.evaluations, held_out_tokens)
         StageRun(stage, report, checkpoint).fit(batches, interval, None, self.progress)
         self.report.before |= report.before  # errors from the first call, if this one resumes
@@ -129,11 +129,11 @@ class Linearization(Fit):
         if not self.predicts or "labels" not in inspect.signature(self.model.forward).parameters:
             problem = f"retrieval needs a decoder with a loss of the next token, and {kind} gives none"
         else:
-            problem = problem_of(self.batches.held)
+            problem = problem_of(self.batches.held_out)
         if not problem:
             config: Any = self.model.config
             longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-            probes = make_probes(self.batches.held, reach, longest)
+            probes = make_probes(self.batches.held_out, reach, longest)
             self.probes = [inputs_of(self.model, probe, labels=True) for probe in probes]
             problem = "" if probes else "the held-out batches are too short for probes of retrieval"
         if not problem:
@@ -148,7 +148,7 @@ class Linearization(Fit):
         """Return the modules that keep their attention if a share is linearized, and the gain of every module."""
         count = count_kept(share, len(self.modules))
         rounds = range(min(count, GREEDY + 1))
-        samples = {"text": self.batches.held[:TEXTS], "retrieval": self.probes}
+        samples = {"text": self.batches.held_out[:TEXTS], "retrieval": self.probes}
         samples = {kind: batches for kind, batches in samples.items() if choose in (kind, "both")}
         total = sum(map(len, samples.values())) * (bool(count) + sum(len(self.modules) - i for i in rounds))
         bar = tqdm(total=total, desc="choice of layers", unit=" batches", disable=not (self.progress and count))
@@ -200,13 +200,13 @@ class Linearization(Fit):
     @cached_property
     def tokens_of_one(self) -> int:
         """The number of tokens that attention sees for an image, or for the longest audio of the first batch."""
-        return self._longest(self.batches.held[:1])
+        return self._longest(self.batches.held_out[:1])
 
     @cached_property
     def numbers_of_one(self) -> int:
         """The number of samples in the longest audio of the first batch."""
-        mask = self.batches.held[0].get("attention_mask")
-        inputs = next(x for x in self.batches.held[0].values() if isinstance(x, Tensor))
+        mask = self.batches.held_out[0].get("attention_mask")
+        inputs = next(x for x in self.batches.held_out[0].values() if isinstance(x, Tensor))
         return int(inputs.shape[-1] if mask is None else mask.sum(-1).max())
 
     def _longest(self, batches: Iterable[Batch]) -> int:
@@ -224,7 +224,7 @@ class Linearization(Fit):
     @torch.no_grad()
     def measured(self, original: Original) -> ConversionReport:
         """Return the errors of the layers and the measures of the model, whole and without each part of the filters."""
-        held_out = self.batches.held
+        held_out = self.batches.held_out
         with self.autocast():
             after, by_context = errors_by_context(self.model, self.modules, held_out, BOUNDS)
             quality, by_position = compare(self.model, original, held_out, self.causal)
@@ -254,7 +254,7 @@ class Linearization(Fit):
         Raises:
             GraphFilterError: the original gives NaN, or lacks an output that a stage or the final measures need.
         """
-        original, batch, kind = self.original(), self.batches.held[0], type(self.model).__name__
+        original, batch, kind = self.original(), self.batches.held_out[0], type(self.model).__name__
         outputs = original(batch)
         output = outputs.get("logits", next(iter(outputs.values())))
         if not output.isfinite().all():

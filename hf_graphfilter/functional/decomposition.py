@@ -72,7 +72,7 @@ def agf(
     keys = present(mask, u)
     left = spectral.Left(u, sigma, spectral.to_float32(theta), recurrence(basis, theta.shape[-1] - 1, a, b))
     if causal:
-        return spectral.filter_causal(left, v, value, keys, goes_on=False)[0]
+        return spectral.filter_causal(left, v, value, keys, needs_state=False)[0]
     return spectral.filter_all(left, v, value, keys)
 
 

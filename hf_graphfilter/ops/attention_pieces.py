@@ -174,11 +174,11 @@ class Workspace:
         mask: Tensor | None,
         piece: Piece,
         scale: float,
-        held: bool,
+        is_kept: bool,
         empties: bool,
     ) -> Tensor:
-        """Return a block of A, (sequences * heads, rows, seen), in fresh memory if it is to be ``held``."""
-        matrix = torch.empty_like(block.matrix) if held else block.matrix
+        """Return a block of A, (sequences * heads, rows, seen), in fresh memory if the caller keeps it."""
+        matrix = torch.empty_like(block.matrix) if is_kept else block.matrix
         q, k = cut(q, block.rows), cut(k, block.seen)
         if block.hidden is not None:
             torch.baddbmm(block.hidden, q, k.mT, alpha=scale, out=matrix)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from .eager_cpu import on_plain_cpu
 from .exporting import is_exporting
-from .nearby import first_there, weigh
+from .nearby import first_present, weigh
 from .spectral.blocks import NEVER
 
 CHUNK = 32  # blocks whose running means are one product
@@ -176,26 +176,26 @@ class Sinks(NamedTuple):
     """The first tokens of a text.
 
     Attributes:
-        there: bool (batch or 1, sinks), False for those that the text does not have.
+        is_present: bool (batch or 1, sinks), False for those that the text does not have.
         at: (batch or 1, sinks), their positions, counted from the first token of the oldest block that is at hand.
         key: (batch, key heads, sinks, features).
         value: (batch, key heads, sinks, value features).
     """
 
-    there: Tensor
+    is_present: Tensor
     at: Tensor
     key: Tensor
     value: Tensor
 
     def flags(self, batch: int | None = None) -> dict[str, Tensor]:
         """Return what a state keeps beside keys and values, for a whole batch."""
-        there, at = (x if batch is None else x.expand(batch, -1).clone() for x in (self.there, self.at))
-        return {"sink_there": there, "sink_at": at}
+        is_present, at = (x if batch is None else x.expand(batch, -1).clone() for x in (self.is_present, self.at))
+        return {"sink_present": is_present, "sink_at": at}
 
     def seen(self, blocks: int, block: int, causal: bool) -> Tensor:
         """Return whether each block sees a sink beside its neighbours: bool (batch or 1, blocks, sinks)."""
         distance = torch.arange(blocks, device=self.at.device)[:, None] - self.at[:, None] // block
-        return ((distance if causal else distance.abs()) >= 2) & self.there[:, None]
+        return ((distance if causal else distance.abs()) >= 2) & self.is_present[:, None]
 
 
 def find_sinks(
@@ -206,7 +206,7 @@ def find_sinks(
     rows: tuple[Tensor, ...] = is_token.expand(key.shape[0], -1), positions, key, value
     if earlier is not None:
         rows = tuple(torch.cat([x, y], x.dim() // 2) for x, y in zip(earlier, rows, strict=True))
-    rows = first_there(count, *rows)
+    rows = first_present(count, *rows)
     missing = count - rows[0].shape[1]
     return Sinks(*(functional.pad(x, (0, 0) * (x.dim() // 2 - 1) + (0, missing)) for x in rows))
 

@@ -19,13 +19,13 @@ class ExactTokens(NamedTuple):
     """Far tokens that keep their keys and values.
 
     Attributes:
-        there: bool (batch or 1, places), False for places that are free; they come last.
+        is_present: bool (batch or 1, places), False for places that are free; they come last.
         key: (batch, key heads, places, features).
         value: (batch, key heads, places, value features).
         logits: (batch, key heads, places, mapped features), with which a token would enter the means.
     """
 
-    there: Tensor
+    is_present: Tensor
     key: Tensor
     value: Tensor
     logits: Tensor
@@ -84,8 +84,8 @@ def remember_blocks(
     if exact is not None:
         rows = ((exact.key, key), (exact.value, value), (exact.logits.to(logits.dtype), logits))
         key, value, logits = (torch.cat(pair, 2) for pair in rows)
-        is_far = torch.cat([exact.there, is_far.expand(len(exact.there), -1)], 1)
-        counts, exact_count = counts + exact.there.sum(-1, keepdim=True), exact.there.shape[1]
+        is_far = torch.cat([exact.is_present, is_far.expand(len(exact.is_present), -1)], 1)
+        counts, exact_count = counts + exact.is_present.sum(-1, keepdim=True), exact.is_present.shape[1]
     if past is None:
         mass = logits.new_full((batch, heads, 1, logits.shape[3]), NEVER)
         past = FarMeans(mass, logits.new_zeros(*mass.shape, value.shape[3]))

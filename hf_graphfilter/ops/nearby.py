@@ -102,22 +102,23 @@ def attend_few(
     return weights.to(value.dtype) @ value, scores.logsumexp(-1, keepdim=True)
 
 
-def first_there(count: int, there: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+def first_present(count: int, is_present: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
     """Return the entries of the first ``count`` tokens that are present, followed by absent ones if there are too few.
 
     Args:
         count: number of tokens to return.
-        there: bool (batch, tokens), True for tokens that are present.
+        is_present: bool (batch, tokens), True for tokens that are present.
         rows: each (batch, tokens) or (batch, heads, tokens, features).
 
     Returns:
-        The entries of ``there`` and of each of ``rows``.
+        The entries of ``is_present`` and of each of ``rows``.
     """
     if is_exporting():  # as many at least: the same graph for any length
-        there = functional.pad(there, (0, count))
+        is_present = functional.pad(is_present, (0, count))
         rows = tuple(functional.pad(x, (0, 0) * (x.dim() // 2 - 1) + (0, count)) for x in rows)
-    tokens = there.shape[1]
-    order = torch.arange(tokens, device=there.device) + tokens * (~there).long()  # a stable sort has no form in ONNX
+    tokens = is_present.shape[1]
+    # a stable sort has no form in ONNX
+    order = torch.arange(tokens, device=is_present.device) + tokens * (~is_present).long()
     places = order.argsort(-1)[:, :count]
 
     def choose(x: Tensor) -> Tensor:
@@ -125,4 +126,4 @@ def first_there(count: int, there: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
             return x.gather(1, places)
         return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
-    return tuple(map(choose, (there, *rows)))
+    return tuple(map(choose, (is_present, *rows)))

@@ -26,7 +26,7 @@ def filter_tokens(
     response: Tensor,
     angles: Tensor,
     *,
-    there: Tensor | None = None,
+    is_present: Tensor | None = None,
     permutation: Permutation = "identity",
 ) -> Tensor:
     """Return ``Phi^-1 [exp(i response) * (Phi value)]``, ``Phi = H_l^1 H_u^1 P ... H_l^L H_u^L P``, in O(L n d) time.
@@ -39,7 +39,7 @@ def filter_tokens(
         response: (batch, sets, tokens), radians; one set for all heads, or one per head.
         angles: (batch, sets, orders, 6 or more, tokens), radians: alpha, beta and gamma of the lower rotations, then of
             the upper. The angles of a token belong to its rotation with the next present token.
-        there: bool (batch or 1, tokens), True for present tokens; None if all are present.
+        is_present: bool (batch or 1, tokens), True for present tokens; None if all are present.
         permutation: order P of the present tokens. ``"stride"`` puts every second one behind the others,
             ``"bit_reversal"`` orders them by the reversed binary digits of their places.
 
@@ -61,18 +61,18 @@ def filter_tokens(
         return x.flatten(0, 1).index_select(0, places.flatten()).view(x.shape)
 
     pack_order = unpack_order = None
-    if there is not None:
-        there = there.expand(batch, tokens)
-        pack_order = (~there).byte().argsort(dim=-1, stable=True)
+    if is_present is not None:
+        is_present = is_present.expand(batch, tokens)
+        pack_order = (~is_present).byte().argsort(dim=-1, stable=True)
         unpack_order = pack_order.argsort(-1)
-        there = there.gather(1, pack_order)
+        is_present = is_present.gather(1, pack_order)
         response = response.gather(-1, pack_order[:, None].expand_as(response))
         angles = angles.gather(-1, pack_order[:, None, None, None].expand_as(angles))
         signal = in_order(signal, pack_order)
     # the last token rotates by 0: with one rotation fewer, an exported graph would accept only more than two tokens
-    is_token = torch.ones_like(response[:, 0], dtype=torch.bool) if there is None else there
+    is_token = torch.ones_like(response[:, 0], dtype=torch.bool) if is_present is None else is_present
     angles = angles.where(pad(is_token, (0, 1))[:, None, None, None, 1:], 0)
-    new_order = _order(permutation, tokens, there, angles.device)
+    new_order = _order(permutation, tokens, is_present, angles.device)
     old_order = None if new_order is None else new_order.argsort(-1)
     scale = unit(response).flatten(0, 1)
     factors = [(rows[:, :3], rows[:, 3:6]) for rows in angles.flatten(0, 1).unbind(1)]

@@ -16,9 +16,9 @@ class BlockMemory(NamedTuple):
 
     ``key`` and ``value`` hold, in this order, the sinks, the far tokens that stay exact, and the newest blocks. The
     sinks are stored separately once they have left the newest blocks or there is a mask. ``mass``, ``mean`` and
-    ``log_count`` describe the far field, once there is one. ``is_token``, ``sink_there`` and ``sink_at`` exist once
-    there is a mask: which keys are tokens, which sinks exist, and where. ``exact_there`` and ``exact_logits`` belong to
-    the exact tokens.
+    ``log_count`` describe the far field, once there is one. ``is_token``, ``sink_present`` and ``sink_at`` exist once
+    there is a mask: which keys are tokens, which sinks exist, and where. ``exact_present`` and ``exact_logits`` belong
+    to the exact tokens.
 
     Attributes:
         state: the dict, which changes.
@@ -38,15 +38,15 @@ class BlockMemory(NamedTuple):
     @property
     def front(self) -> int:
         """The number of sinks and of places for exact tokens, before the newest blocks."""
-        return self.first + (self.state["exact_there"].shape[1] if "exact_there" in self.state else 0)
+        return self.first + (self.state["exact_present"].shape[1] if "exact_present" in self.state else 0)
 
     @property
     def exact(self) -> ExactTokens | None:
         """The far tokens that stay exact."""
-        if "exact_there" not in self.state:
+        if "exact_present" not in self.state:
             return None
         key, value = (self.state[name][:, :, self.first : self.front] for name in ("key", "value"))
-        is_present = self.state["exact_there"] if "is_token" in self.state else self.state["exact_there"][:1]
+        is_present = self.state["exact_present"] if "is_token" in self.state else self.state["exact_present"][:1]
         return ExactTokens(is_present, key, value, self.state["exact_logits"])
 
     @property
@@ -67,7 +67,7 @@ class BlockMemory(NamedTuple):
         first_key, first_value = (state[name][:, :, : self.first] for name in ("key", "value"))
         if is_token is None:
             return past_sinks(first_key, first_value, self.window)
-        earlier = Sinks(state["sink_there"], state["sink_at"], first_key, first_value)
+        earlier = Sinks(state["sink_present"], state["sink_at"], first_key, first_value)
         return find_sinks(self.sinks, key, value, is_token, self.newest, earlier)
 
     def join(self, key: Tensor, value: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +84,7 @@ class BlockMemory(NamedTuple):
         if "is_token" not in state:
             sinks = self.find_sinks(state["key"][:, :, :0], state["value"][:, :, :0], None)
             key, value = (state[name][:, :, self.front :] for name in ("key", "value"))
-            state.update(sinks.flags(batch), is_token=sinks.there.new_ones(batch, self.newest))
+            state.update(sinks.flags(batch), is_token=sinks.is_present.new_ones(batch, self.newest))
             self._write(sinks, self.exact, key, value)
         return state["is_token"].new_ones(batch, tokens)
 
@@ -115,7 +115,7 @@ class BlockMemory(NamedTuple):
         next_block = total // self.window
         begin = max(0, next_block - 1) * self.window  # so many tokens have become far
         if begin and exact is not None:
-            places = exact.there.shape[2]
+            places = exact.is_present.shape[2]
             if is_token is None:  # a step would have to hide free ones
                 places = min(places, self.front - self.first + begin - (0 if self.first else self.sinks))
             is_present, *rows = (x.select(x.dim() // 2, next_block) for x in exact)
@@ -136,4 +136,6 @@ class BlockMemory(NamedTuple):
             exact_rows = [] if exact is None else [getattr(exact, name)]
             self.state[name] = torch.cat([sink_rows[:, :, : self.first], *exact_rows, newest_rows], 2)
         if exact is not None:
-            self.state.update(exact_there=exact.there.expand(len(key), -1).clone(), exact_logits=exact.logits.clone())
+            self.state.update(
+                exact_present=exact.is_present.expand(len(key), -1).clone(), exact_logits=exact.logits.clone()
+            )

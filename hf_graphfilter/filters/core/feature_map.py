@@ -61,7 +61,7 @@ class FeatureMapFilter(ReplacingFilter):
             logits = torch.cat([past_state.mass[:, :, None].to(logits.dtype), logits], 2)
         mass = spectral.running_mass(logits)[:, :, -tokens:]
         out, next_state = spectral.filter_causal(
-            _make_left(u + mass), v, value, keys, past_state, goes_on=state is not None
+            _make_left(u + mass), v, value, keys, past_state, needs_state=state is not None
         )
         if state is not None and next_state is not None:
             state.update(next_state._asdict())

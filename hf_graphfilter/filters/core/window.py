@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import GraphFilterError
 from ...ops.heads import repeat_heads
-from ...ops.nearby import attend_few, attend_nearby, count_nearby, first_there
+from ...ops.nearby import attend_few, attend_nearby, count_nearby, first_present
 from ...shift.attention import AttentionShift
 
 _SINK = ("sink", "sink_at", "sink_key", "sink_value")
@@ -81,7 +81,7 @@ def _attend_sinks(
     entries: tuple[Tensor, ...] = is_token, places, key, value
     if past_state is not None:
         entries = tuple(torch.cat([past_state[n], x], x.dim() // 2) for n, x in zip(_SINK, entries, strict=True))
-    entries = first_there(graph_filter.config.sinks, *entries)
+    entries = first_present(graph_filter.config.sinks, *entries)
     if state is not None:
         state.update(zip(_SINK, entries, strict=True), sink_end=query_places[:, -1:] + 1)
     is_token, places, key, value = entries

@@ -110,7 +110,7 @@ def recall(
                 f"{graph_filter.site_name}: an exported graph does not return the state that this graph filter "
                 "keeps in a cache: export with use_cache=False"
             )
-        return None, layer.kept if layer.asked(*request) else None  # type: ignore[union-attr]
+        return None, layer.kept if layer.check_usable(*request) else None  # type: ignore[union-attr]
     if is_exporting() and isinstance(layer, DynamicLayer):
         return _ExportedRows(layer, key.shape[2]), None
     if type(layer) in FILTERED:
@@ -124,7 +124,7 @@ def recall(
             f"({type(layer).__name__}) cannot hold them: use a DynamicCache (the default), a StaticCache without "
             "sliding windows, or use_cache=False"
         )
-    return _Rows(layer, key.shape[2]) if layer.asked(*request) else None, None
+    return _Rows(layer, key.shape[2]) if layer.check_usable(*request) else None, None
 
 
 def _layer_of(layers: list[Any], module: Any) -> Any:

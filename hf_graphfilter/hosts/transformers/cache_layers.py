@@ -44,14 +44,14 @@ class LayerMemory(_Layer):
     """A mixin for cache layers that holds further tensors by name, with the batch first."""
 
     kept: dict[Any, Tensor]
-    asked_at = -1  # how many tokens it had when the filter last asked
-    asked_twice = False  # the filter asked again for the same tokens, so its rows are of two calls
+    tokens_at_last_call = -1  # how many tokens it had when the filter last asked
+    was_called_twice = False  # the filter asked again for the same tokens, so its rows are of two calls
     known: tuple[Any, Any] = (None, None)  # keys and values as the layer itself left them
     replaced = False  # other code has replaced them since
 
     def forget(self) -> None:
         """Forget all tensors, and take the keys and values as they are."""
-        self.kept, self.asked_at, self.asked_twice = {}, -1, False
+        self.kept, self.tokens_at_last_call, self.was_called_twice = {}, -1, False
         self.known, self.replaced = (self.keys, self.values), False
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ class LayerMemory(_Layer):
             self._change_kept(each)
         return result
 
-    def asked(self, site: str, queries: int, device: torch.device) -> bool:
+    def check_usable(self, site: str, queries: int, device: torch.device) -> bool:
         """Return whether the filter can use this layer.
 
         Raises:
@@ -81,11 +81,11 @@ class LayerMemory(_Layer):
         self.check_replaced(site)
         self._change_kept(lambda tensor: tensor.to(device))  # from where ``offload`` has put it
         tokens = self.get_seq_length()
-        self.asked_twice = self.asked_twice or tokens == self.asked_at
-        self.asked_at = tokens
-        if self.asked_twice and tokens > queries:
+        self.was_called_twice = self.was_called_twice or tokens == self.tokens_at_last_call
+        self.tokens_at_last_call = tokens
+        if self.was_called_twice and tokens > queries:
             raise GraphFilterError(f"{site}: {TWICE}")
-        return not self.asked_twice
+        return not self.was_called_twice
 
     def check_replaced(self, site: str) -> None:
         """Raise if the filter's tensors do not belong to the keys and values of the layer."""
@@ -178,7 +178,7 @@ class SignalRows(LayerMemory):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         length = self.get_seq_length()
         self._change(super().crop, *args, **kwargs)
-        removed, self.asked_at = length - self.get_seq_length(), -1
+        removed, self.tokens_at_last_call = length - self.get_seq_length(), -1
         self.ends = {application: max(end - removed, 0) for application, end in self.ends.items()}
 
 

@@ -151,7 +151,7 @@ class ConverterConvolution(nn.Module):
         eigenvalues, angles = self.spectrum(x)
         if self.coefficients is not None:
             eigenvalues = damped_polynomial(eigenvalues, self.coefficients, self.factors, self.steps)
-        return filter_tokens(value.unsqueeze(1), eigenvalues, angles, there=mask).squeeze(1)
+        return filter_tokens(value.unsqueeze(1), eigenvalues, angles, is_present=mask).squeeze(1)
 
 
 class GatedFeedForward(nn.Module):

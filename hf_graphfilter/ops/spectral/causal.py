@@ -27,7 +27,7 @@ def filter_causal(
     value: Tensor,
     keys: Tensor | None,
     state: CausalState | None = None,
-    goes_on: bool = True,
+    needs_state: bool = True,
 ) -> tuple[Tensor, CausalState | None]:
     """Filter causally: ``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``, w the rows of ``U Sigma``.
 
@@ -36,7 +36,7 @@ def filter_causal(
     Args:
         left, v, value, keys: as in ``filter_all``.
         state: memory of the tokens before these; gradients flow through it.
-        goes_on: whether the state after the last token is needed.
+        needs_state: whether the state after the last token is needed.
 
     Returns:
         (batch, heads, tokens, value features), dtype of ``value``, and the state after the last token, or None.
@@ -46,7 +46,7 @@ def filter_causal(
     linear time, but is slower.
     """
     v, value = hide(v, value, keys)
-    is_one_chunk = state is None and not goes_on and 1 < v.shape[2] <= CHUNK and on_plain_cpu(v)
+    is_one_chunk = state is None and not needs_state and 1 < v.shape[2] <= CHUNK and on_plain_cpu(v)
     state = state or no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
         is_traced = torch.jit.is_tracing()  # into a graph that would run with any number of tokens, wrongly
