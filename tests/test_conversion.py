@@ -41,8 +41,11 @@ from transformers import (
     MistralModel,
     OPTConfig,
     OPTForCausalLM,
+    T5EncoderModel,
     ViTConfig,
     ViTForImageClassification,
+    YolosConfig,
+    YolosModel,
 )
 
 from hf_graphfilter import (
@@ -407,9 +410,10 @@ def test_inputs_of_blocks_are_those_of_the_call(tmp_path, monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             run(llama(), texts(12, rows=1), checkpoint=tmp_path, **options)
     assert list(tmp_path.glob("inputs-*/*.safetensors"))
-    smaller = [{"input_ids": ids[:, :12]} for batch in texts(24, rows=1) for ids in [batch["input_ids"]]]
-    found = run(llama(), smaller, checkpoint=tmp_path, **options)
-    assert found.after == run(llama(), smaller, **options).after
+    other = texts(6)
+    found = run(llama(), other, checkpoint=tmp_path, **options)
+    assert found.after == run(llama(), other, **options).after
+    assert not [*tmp_path.glob("inputs-*/*.safetensors")], "the first call stored more batches"
 
 
 def test_one_batch_is_held_while_blocks_are_left(transformers_warnings):
@@ -806,6 +810,46 @@ def test_sounds_are_counted_by_the_tokens_that_attention_sees():
     seen = model(**sounds[0], output_hidden_states=True).hidden_states[-1].shape[1]
     report = run(model, sounds, budget=5 * 2 * seen, stages={"attention": 1}, window=4)
     assert (report.tokens, report.stages["attention"].steps) == (5 * 2 * seen, 5)
+
+
+def test_blocks_begin_with_what_the_model_does_between_its_layers():
+    """YOLOS adds embeddings of positions after each layer."""
+
+    def yolos():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 32}
+        model = YolosModel(YolosConfig(**sizes, image_size=[32, 32], patch_size=8, num_detection_tokens=4))
+        torch.nn.init.normal_(next(p for name, p in model.named_parameters() if "mid_position" in name))
+        return sharp(model).eval()
+
+    images = [{"pixel_values": torch.randn(2, 3, 32, 32)} for _ in range(6)]
+    expected, found = (
+        run(yolos(), images, budget=400, stages={"attention": 1}, evaluations=2, blocks=blocks) for blocks in (1, 2)
+    )
+    assert found.after == pytest.approx(expected.after, rel=1e-3)
+
+
+def test_blocks_name_an_entry_that_cannot_be_stored():
+    data = [{**batch, "head_mask": [torch.ones(1)]} for batch in texts()]
+    with pytest.raises(GraphFilterError, match="blocks= stores the batches, and cannot store an entry of one: "):
+        run(llama(), data, stages={"attention": 1}, blocks=2)
+
+
+def test_similarities_that_are_all_equal_have_no_rank_correlation():
+    """Without positions, and with a filter that sees them by a window alone, texts of the same tokens are equal."""
+    torch.manual_seed(0)
+    model = T5EncoderModel(FAMILIES["t5"].config).eval()
+    order = [torch.randperm(24) for _ in range(4)]
+    data = [{"input_ids": torch.stack([torch.arange(5, 29)[o] for o in order])} for _ in range(4)]
+    report = run(model, data, position_bias="drop", budget=200)
+    assert math.isnan(report["rank correlation"].without["window"])
+    assert "nan" in str(report)
+
+
+def test_too_few_batches_are_named_before_the_model_changes(monkeypatch):
+    monkeypatch.setattr("hf_graphfilter.fitting.linearization.patch_model", None)
+    with pytest.raises(GraphFilterError, match="no batch is left that is not held out"):
+        run(llama(), texts(2))
 
 
 @pytest.mark.parametrize("K", [0, 2])

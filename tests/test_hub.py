@@ -765,6 +765,11 @@ def test_a_card_has_the_results_of_other_programs(tmp_path):
     card.save(tmp_path / "README.md")
     [entry] = ModelCard.load(tmp_path / "README.md").data.to_dict()["model-index"]
     assert len(entry["results"]) == 4
+    for name, content in (("shots", {**LM_EVAL, "n-shot": None}), ("split", {**MTEB, "scores": {"test": ["x"]}})):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "task.json").write_text(json.dumps({**LM_EVAL, "results": {"x": 3}}))
+    (folder / "link.json").symlink_to("nowhere")
+    assert len(create_model_card(model, repo_id="me/bert-gfsa", results=folder).data.eval_results) == 4
     with pytest.raises(GraphFilterError, match=r"nowhere.json holds no results"):
         create_model_card(model, results="nowhere.json")
 
@@ -776,6 +781,20 @@ def test_a_card_of_a_model_whose_part_was_patched_by_itself_shows_its_filter():
     [there] = json.loads(written)["filters"]
     assert there["modules"] == ["bert.encoder.layer.1.attention.self"]
     assert FilterConfig.from_dict(there["config"]) == filter_status(model)[0].filter
+
+
+def test_a_card_that_is_saved_twice_takes_nothing_along(tmp_path):
+    model = patch_model(BERT.build())
+    result = EvalResult("text-classification", "glue", "CoLA", "accuracy", 0.5)
+    create_model_card(model, results=[result], description="## Mine\n\nText.").save(tmp_path / "a.md")
+    card = create_model_card(model)
+    for name in ("a.md", "b.md"):
+        card.save(tmp_path / name)
+    first, second = ((tmp_path / name).read_text() for name in ("a.md", "b.md"))
+    assert "## Mine" in first
+    assert "CoLA" in first
+    assert "## Mine" not in second
+    assert "CoLA" not in second
 
 
 def test_a_card_keeps_what_is_recorded(tmp_path):

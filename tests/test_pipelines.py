@@ -29,6 +29,7 @@ from hf_graphfilter import (
     load_filter,
     patch_model,
     save_filter,
+    transfer_attention,
     unpatch_model,
 )
 from hf_graphfilter.cli.checkpoints import save
@@ -141,6 +142,9 @@ def test_the_command_line_keeps_the_modules_of_sentence_transformers(tmp_path, t
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "patched"), device="cpu")
     assert len(filter_status(again[0].auto_model)) == 3
     assert again.max_seq_length == 7
+    data = [dict(tokenizer()(TEXTS, padding=True, return_tensors="pt"))] * 2
+    with pytest.raises(GraphFilterError, match="nothing to fit"):  # by its encoder, as ``linearize`` takes it
+        transfer_attention(again, data, holdout=1)
     torch.testing.assert_close(again.encode(TEXTS), encoder.encode(TEXTS))
     transformers_warnings.clear()
 

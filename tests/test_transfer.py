@@ -13,7 +13,7 @@ import torch
 from deaths import deaths, some
 from models import FAMILIES, TOKENS, output, realigned, turn_on
 from safetensors.torch import save_file
-from transformers import BartForConditionalGeneration, GPT2LMHeadModel, T5ForConditionalGeneration
+from transformers import BartForConditionalGeneration, BertModel, GPT2LMHeadModel, T5ForConditionalGeneration
 
 from hf_graphfilter import (
     AGFConfig,
@@ -31,8 +31,9 @@ from hf_graphfilter.files import locked, read_state
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting.checkpoint import EARLIER_FILE, LOCK, STATE_FILE, Checkpoint
-from hf_graphfilter.fitting.objectives import DISTANCES, original_of
+from hf_graphfilter.fitting.objectives import DISTANCES, filter_errors, fit_end_to_end, original_of
 from hf_graphfilter.fitting.run import StageRun
+from hf_graphfilter.fitting.weights import only_filters
 
 AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
 
@@ -176,6 +177,10 @@ def test_bad_arguments():
     for rate in ("1e-2", -1, None, float("nan")):
         with pytest.raises(GraphFilterError, match="lr must be a finite learning rate >= 0"):
             run(patched(), batches(), lr=rate)
+    with pytest.raises(GraphFilterError, match="patience must be a number of measurements >= 1 or None, got '2'"):
+        run(patched(), batches(), patience="2")
+    with torch.inference_mode(), pytest.raises(GraphFilterError, match="cannot be fitted inside torch"):
+        run(patched(), batches())
     legal = {"steps": 2.0, "filter_lr": 0, "eval_every": float("inf"), "end_to_end_lr": None}
     assert run(patched(), batches(), **legal).steps == 2
     only_second = run(patched(), batches(), steps=0, end_to_end="hidden", end_to_end_steps=3)
@@ -207,9 +212,63 @@ def test_nan_keeps_the_best_state_so_far():
 
 
 def test_early_stop():
-    report = run(patched(), batches(), steps=500, lr=1e-12, filter_lr=1e-12, patience=2)
+    slow = {"lr": 1e-12, "filter_lr": 1e-12, "patience": 2}
+    report = run(patched(), batches(), steps=500, **slow)
     assert report.stopped == "no improvement"
     assert report.steps == 20
+    report = run(patched(), batches(), steps=500, **slow, end_to_end="hidden", end_to_end_steps=5)
+    assert report.stopped == "all steps made", "the second stage made them"
+
+
+@torch.no_grad()
+def test_gradients_may_be_switched_off_around_a_transfer():
+    report = run(patched(), batches(), end_to_end="hidden")
+    assert report.history[3][1] < report.history[0][1]
+    assert report.history[-1][1] < report.history[4][1]
+
+
+class Once:
+    """Batches that can be read once, of a class that is no iterator."""
+
+    def __init__(self, data):
+        self.data = iter(data)
+
+    def __iter__(self):
+        return self.data
+
+
+def test_batches_that_can_be_read_once_end():
+    assert run(patched(), Once(batches()), holdout=batches()[:2]).stopped.startswith("the batches ended at step 6")
+
+
+def test_progress_counts_also_where_batches_reach_some_filters_only(tmp_path, monkeypatch):
+    """AdamW then counts fewer steps than the fit."""
+
+    class Either(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList(torch.nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(2))
+
+        def forward(self, x, which):
+            return self.parts[which](x, x, x, need_weights=False)
+
+    def build():
+        torch.manual_seed(0)
+        return patch_model(Either().double(), "agf", correction=True)
+
+    data = [{"x": torch.randn(2, 6, 16, dtype=torch.float64), "which": i % 2} for i in range(8)]
+    expected, advance = run(build(), data, steps=10), StageRun._advance
+
+    def stop(self, *arguments):
+        if self.step == 7:
+            signal.raise_signal(signal.SIGINT)
+        return advance(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "_advance", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(build(), data, steps=10, checkpoint=tmp_path)
+    assert run(build(), data, steps=10, checkpoint=tmp_path).history == expected.history
 
 
 class Interrupted(Exception):
@@ -460,11 +519,29 @@ def test_end_to_end():
         assert all("graph_filter" in k for k in changed)
 
 
+def test_gradients_of_the_whole_model_survive_float16():
+    """Those of one token in many thousands would be zero."""
+    ids, gradients = torch.randint(1, 90, (8, 512)), {}
+    config = copy.deepcopy(FAMILIES["bert"].config)
+    config.max_position_embeddings = 512
+    for dtype in (torch.float32, torch.float16):
+        torch.manual_seed(0)
+        model = patch_model(BertModel(config), AGF).eval().to(dtype)
+        modules = dict(filters_of(model))
+        with only_filters(model, modules):
+            fit_end_to_end(model, original_of(model, modules), "hidden", {"input_ids": ids})
+            gradients[dtype] = torch.cat([p.grad.flatten() for f in modules.values() for p in f.parameters()])
+    assert torch.cosine_similarity(*gradients.values(), dim=0) > 0.95
+
+
 def test_half_precision_models():
     model = patched().to(torch.bfloat16)
     types = {k: v.dtype for k, v in model.state_dict().items()}
-    report = run(model, batches())
+    data = batches()
+    report = run(model, data)
     assert report.mean_after < 0.9 * report.mean_before
+    modules = dict(filters_of(model))
+    assert report.after == filter_errors(model.eval(), modules, data[:2]), "after the filters were rounded"
     assert {k: v.dtype for k, v in model.state_dict().items()} == types
 
 
@@ -493,7 +570,7 @@ def test_blend_is_saved_at_any_gate_and_dropped_at_one(tmp_path):
     assert torch.equal(output(unpatch_model(loaded), inputs), original)
 
 
-@pytest.mark.parametrize("stop", [10, 13])
+@pytest.mark.parametrize("stop", [10, 13, 29])
 def test_ctrl_c_keeps_the_step_that_it_interrupts(tmp_path, stop, monkeypatch, ctrl_c):
     data, expected, steps = batches(), run(patched(), batches()), []
     advance = StageRun._advance

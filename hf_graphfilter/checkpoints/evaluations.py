@@ -39,7 +39,7 @@ def read_evaluations(path: str | os.PathLike[str]) -> list[EvalResult]:
         [('lambada_openai', 'acc', 0.41)]
     """
     path = Path(path)
-    files = sorted(path.rglob("*.json"), key=os.path.getmtime) if path.is_dir() else [path]
+    files = sorted(filter(Path.is_file, path.rglob("*.json")), key=os.path.getmtime) if path.is_dir() else [path]
     results: dict[tuple[Any, ...], EvalResult] = {}
     for file in files:
         for result in _read_file(file):
@@ -58,14 +58,14 @@ def _read_file(file: Path) -> list[EvalResult]:
     for schema, read in ((LM_EVAL, _read_lm_eval), (MTEB, _read_mteb)):
         try:
             return read(read_json(file, **schema))
-        except DamagedFileError:
+        except (DamagedFileError, TypeError, AttributeError):  # entries of other types
             continue
     return []
 
 
 def _read_lm_eval(content: dict[str, Any]) -> list[EvalResult]:
     results = []
-    shots = content.get("n-shot", {})
+    shots = content.get("n-shot") or {}
     for task, values in content["results"].items():
         for key, value in values.items():
             metric, _, extraction = key.partition(",")

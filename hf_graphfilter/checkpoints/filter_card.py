@@ -67,15 +67,15 @@ class FilterCard(ModelCard):
         Raises:
             GraphFilterError: there is such a README and ``force`` is not set, or its metadata cannot be read.
         """
-        earlier = check_card(Path(filepath), force)
-        if earlier is not None:
+        earlier, card, is_edited = check_card(Path(filepath), force), self, self.text != self.rendered
+        if earlier is not None:  # merged into a new card: this one may be saved elsewhere too
+            fields = self.fields
             if is_signed(earlier.text):
-                self.fields |= {"description": _join_sections(earlier.text, self.rendered, self.fields["description"])}
-            self.data = _merge_metadata(earlier.data, self.data)
-            is_edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
-            self.text = self.text if is_edited else self.rendered
-        self.text = _sign(self.text)
-        write_text(Path(filepath), str(self))
+                fields = {**fields, "description": _join_sections(earlier.text, self.rendered, fields["description"])}
+            card = FilterCard.of(_merge_metadata(earlier.data, self.data), fields)
+        if is_edited:
+            card.text = _sign(self.text)
+        write_text(Path(filepath), str(card))
         if self.report is not None:
             self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -65,6 +66,9 @@ class Batches:
         self._data, self._to_inputs = data, to_inputs
         self._is_iterator = iter(data) is data  # an iterator gives each batch once: later stages resume where it stands
         self._skip = 0 if self._is_iterator else count
+        with contextlib.suppress(TypeError):  # of data without a length
+            if len(data) <= self._skip:  # type: ignore[arg-type]
+                raise GraphFilterError(NONE_LEFT)
         self._remaining: Iterator[Batch] | None = None
 
     def stream(self) -> Iterator[Batch]:
@@ -81,13 +85,17 @@ class Batches:
         return self._remaining
 
     def _repeat(self) -> Iterator[Batch]:
-        empty, (number, processes) = True, process()
-        while empty or not self._is_iterator:
+        first_pass, (number, processes) = True, process()
+        while True:
+            empty = True
             for batch in islice(self._data, self._skip + number, None, processes):
                 empty = False
                 yield self._to_inputs(batch)
-            if empty:
+            if empty and first_pass:
                 raise GraphFilterError(NONE_LEFT)
+            if empty or self._is_iterator:  # some data can be read once and is no iterator itself
+                return
+            first_pass = False
 
 
 def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:

@@ -64,6 +64,7 @@ class Checkpoint:
         if not file.exists() and not earlier_file.exists():
             return None
         content, tensors = read_state(file)
+        is_one_file = content is not None
         if content is None:
             file, content = earlier_file, read_json(earlier_file)
         optional_kinds = {name: kind for name, kind in LATER.items() if name in content}
@@ -72,9 +73,9 @@ class Checkpoint:
         pairs = progress["history"]
         if not all(map(is_number, counts)) or not pairs or any(len(pair) != 2 for pair in pairs):
             raise DamagedFileError(f"{file} is damaged: it counts {shown(progress)}")
-        # AdamW counts the steps too: earlier versions wrote two files, which may be of different steps
+        # earlier versions wrote two files, which may be of different steps; AdamW counts the steps too
         moments = [t for name, t in tensors.items() if name.startswith("step.") and t.numel()]
-        if max((t.max().item() for t in moments), default=0) != progress["step"]:
+        if not is_one_file and max((t.max().item() for t in moments), default=0) != progress["step"]:
             raise DamagedFileError(f"{file} is damaged: it is not of the step of its tensors")
         return progress, tensors
 

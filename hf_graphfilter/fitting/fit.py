@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import GraphFilterError
 from ..filters.core.attached import filters_of
 from .batches import Batches
 from .checkpoint import Checkpoint, exclusive, fitted_to
@@ -54,9 +55,13 @@ class Fit:
         eval_every: float = 1,
         patience: int | None = None,
     ):
+        if torch.is_inference_mode_enabled():
+            raise GraphFilterError("filters cannot be fitted inside torch.inference_mode(): call this outside of it")
         self.model, self.batches, self.rates = model, batches, rates
         self.modules = dict(filters_of(model, required=True))
-        share(p for graph_filter in self.modules.values() for p in graph_filter.parameters())  # before any measurement
+        parameters = [p for graph_filter in self.modules.values() for p in graph_filter.parameters()]
+        self._dtypes = [(p, p.dtype) for p in parameters]
+        share(parameters)  # before any measurement
         self.settings = {**fitted_to(model, batches.held_out), "modules": sorted(self.modules), **settings}
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.progress, self.eval_every, self.patience = progress, eval_every, patience
@@ -66,6 +71,11 @@ class Fit:
     def only_filters(self) -> AbstractContextManager[None]:
         """Freeze all but the filters."""
         return only_filters(self.model, self.modules)
+
+    def round_filters(self) -> None:
+        """Give the filters the precision that they had, in which the model will be saved."""
+        for parameter, dtype in self._dtypes:
+            parameter.data = parameter.data.to(dtype)
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Lock the directory of progress against other calls."""

@@ -29,7 +29,7 @@ from .transfer_report import TransferReport, mean
 
 
 class _End(Exception):
-    """A signal that the last layer of a block has run; it ends the forward pass."""
+    """A signal that all layers of a block have run; it ends the forward pass."""
 
 
 def find_stack(model: nn.Module, names: Iterable[str]) -> tuple[list[nn.Module], dict[str, int]]:
@@ -74,11 +74,15 @@ class Block:
         self.first, self.end = first, end
 
     def __call__(self, **batch: Any) -> Tensor:
-        """Return the hidden states after the last layer of the block."""
+        """Return the hidden states that the next layer receives, or those after the last layer of all."""
         hidden: Tensor | None = batch.pop(INPUT, None)
         outputs: list[Tensor] = []
 
-        def leave(layer: nn.Module, inputs: Any, output: Any) -> None:
+        def leave(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            outputs.append(inputs[0] if inputs else kwargs["hidden_states"])
+            raise _End
+
+        def end(layer: nn.Module, inputs: Any, output: Any) -> None:
             outputs.append(output[0] if isinstance(output, tuple) else output)
             raise _End
 
@@ -90,7 +94,11 @@ class Block:
                 for layer, in_tuple in zip(self.layers[: self.first], self.in_tuples, strict=False):
                     exit_stack.enter_context(_replace_forward(layer, partial(_skip_layer, in_tuple)))
                 exit_stack.callback(self.layers[self.first].register_forward_pre_hook(enter, with_kwargs=True).remove)
-            exit_stack.callback(self.layers[self.end - 1].register_forward_hook(leave).remove)
+            if self.end < len(self.layers):  # what the model does between the layers is then done (YOLOS, Qwen3-VL)
+                handle = self.layers[self.end].register_forward_pre_hook(leave, with_kwargs=True)
+            else:
+                handle = self.layers[-1].register_forward_hook(end)
+            exit_stack.callback(handle.remove)
             with contextlib.suppress(_End):
                 self.model(**batch)
         return outputs[0]

@@ -183,14 +183,12 @@ def linearize(
 
 def _finish(fit: Linearization, train: Train, rank: int, recompute: bool) -> ConversionReport:
     """Run the stages after "attention", and measure the model as it will be saved."""
-    dtypes = [(p, p.dtype) for graph_filter in fit.modules.values() for p in graph_filter.parameters()]
     with fit.only_filters(), trained(fit.model, fit.modules, train, rank) as weights:
         fit.weights = weights.parameters
         with recomputed(fit.model, recompute):
             fit.finish(weights.original)
         weights.merge()
-        for parameter, dtype in dtypes:  # half precision rounds what was fitted in float32
-            parameter.data = parameter.data.to(dtype)
+        fit.round_filters()
         return fit.measured(weights.original)
 
 

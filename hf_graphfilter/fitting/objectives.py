@@ -156,9 +156,27 @@ def always(outputs: Outputs) -> Original:
 def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) -> dict[str, float]:
     """Compute the gradients of one batch, with the distance between filtered and original outputs as the loss."""
     target = original(batch)
-    loss = DISTANCES[of](model(**batch, output_hidden_states=True), target, batch)
-    backward(loss)
+    output = model(**batch, output_hidden_states=True)
+    loss = DISTANCES[of](output, target, batch)
+    hidden = next(filter(None, map(output.get, ("hidden_states", "decoder_hidden_states"))), [loss[None]])
+    backward_through(model, loss, hidden[-1].shape[:-1].numel())
     return {"loss": loss.item()}
+
+
+def backward_through(model: nn.Module, loss: Tensor, tokens: int) -> None:
+    """Compute the gradients of a loss that is a mean over ``tokens``; they must be zero before.
+
+    In float16 the gradients of single tokens would vanish, so the loss is scaled while they are computed.
+    """
+    if not loss.requires_grad:
+        return
+    in_half = any(p.dtype == torch.float16 for p in model.parameters())
+    scale = float(min(tokens, 2**15)) if in_half else 1.0  # float16 ends at 2**16
+    backward(loss.float() * scale)
+    if scale != 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
 
 
 def backward(loss: Tensor) -> None:

@@ -101,6 +101,7 @@ class StageRun:
 
     def __init__(self, stage: Stage, report: TransferReport, checkpoint: Checkpoint | None):
         self.stage, self.report, self.checkpoint = stage, report, checkpoint
+        report.stopped = TransferReport.stopped  # an earlier stage may have ended otherwise
         self.parameters = {name: p for parameters, _ in stage.groups for name, p in parameters.items()}
         groups = [{"params": [*parameters.values()], "lr": lr, "peak": lr} for parameters, lr in stage.groups]
         share(self.parameters.values())
@@ -152,7 +153,8 @@ class StageRun:
     def _advance(self, batch: Batch, bar: Any) -> str | None:
         """Make one step, and return a description of the problem if it fails."""
         self.optimizer.zero_grad()
-        errors = self.stage.step(batch)
+        with torch.enable_grad():
+            errors = self.stage.step(batch)
         size = total(self.stage.size(batch))
         progress, warm_up = self.used / self.stage.budget, max(1, self.stage.budget // 20)
         factor = min(1.0, (self.used + size) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -258,3 +260,5 @@ def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
         yield lambda: was_pressed
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if was_pressed:  # after the last step
+        raise KeyboardInterrupt

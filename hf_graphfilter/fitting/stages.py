@@ -30,7 +30,7 @@ from .objectives import (
     Squares,
     always,
     attending,
-    backward,
+    backward_through,
     errors_by_context,
     fit_end_to_end,
     mean_loss,
@@ -96,7 +96,7 @@ class Linearization(Fit):
 
     def _fit_task(self, batch: Batch) -> dict[str, float]:
         loss = _task_loss(self.model(**batch))
-        backward(loss)
+        backward_through(self.model, loss, self.size(batch))
         return {"loss": loss.item()}
 
     def _run(self, stage: Stage) -> None:
@@ -234,8 +234,9 @@ class Linearization(Fit):
                 with switch_off(part, [f for f in self.modules.values() if part in f.branches()]):
                     ablations[part] = compare(self.model, original, held_out, self.causal).measures
                     errors[part] = mean(self.errors())
+        missing = {"converted": math.nan}  # where all embeddings are equal, no rank correlation
         measures = [
-            Measure(name, **values, without={part: measured[name]["converted"] for part, measured in ablations.items()})
+            Measure(name, **values, without={k: m.get(name, missing)["converted"] for k, m in ablations.items()})
             for name, values in quality.items()
         ]
         return ConversionReport(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import GraphFilterError
 from ..files import read_json, read_state, write_state, write_text
 from .checkpoint import check_same
 from .objectives import Batch
@@ -40,7 +41,8 @@ class Inputs:
         """Write batches until their sizes reach the budget, or reuse those of an interrupted call.
 
         Raises:
-            GraphFilterError: the folder holds the batches of a call with other settings, which has fitted a block.
+            GraphFilterError: the folder holds the batches of a call with other settings, which has fitted a block, or a
+                batch has an entry that cannot be stored.
         """
         if (self.folder / STATE).is_file():
             state = read_json(self.folder / STATE, count=int, passed=int)
@@ -51,11 +53,18 @@ class Inputs:
                 self.count, self.passed = state["count"], state["passed"]
                 next(itertools.islice(batches, self.count, self.count), None)  # later stages get the batches after them
                 return
+        for file in self.folder.glob("*.safetensors"):  # of a call that was given up
+            file.unlink()
         used = 0.0
         for batch in batches:
             plain = {name: value for name, value in batch.items() if not isinstance(value, Tensor)}
             tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-            write_state(self._file(self.count), plain, tensors)
+            try:
+                write_state(self._file(self.count), plain, tensors)
+            except TypeError as error:
+                raise GraphFilterError(
+                    f"blocks= stores the batches, and cannot store an entry of one: {error}"
+                ) from error
             self.count, used = self.count + 1, used + size(batch)
             if used >= budget:
                 break

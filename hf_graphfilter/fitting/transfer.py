@@ -15,6 +15,7 @@ from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, shown
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
+from ..hosts import encoder_of
 from ..training.learning_rate import check_rates
 from .batches import Batches
 from .fit import Fit
@@ -47,8 +48,9 @@ def transfer_attention(
     logits to those of the original model.
 
     Args:
-        model: a patched model, in any precision, on any device. With ``init="blend"`` the branch of the filter is
-            fitted and the gate stays. AGF needs ``correction=True`` to fit well, since query and key do not change.
+        model: a patched model, in any precision, on any device; also a model of sentence-transformers. With
+            ``init="blend"`` the branch of the filter is fitted and the gate stays. AGF needs ``correction=True`` to fit
+            well, since query and key do not change.
         dataloader: batches: mappings of model inputs, or tensors that are the model's main input. Labels are left out.
             The batches are repeated when they end, unless ``dataloader`` is an iterator.
         steps: number of batches for the regression, over all processes together; 0 skips it and runs the second stage
@@ -92,21 +94,24 @@ def transfer_attention(
 
     Source: the regression is "attention transfer" of Zhang et al., LoLCATs (2024), applied to graph filters.
     """
-    _check_arguments(steps, end_to_end, end_to_end_steps, eval_every)
+    _check_arguments(steps, end_to_end, end_to_end_steps, eval_every, patience)
+    if checkpoint is not None and os.path.isfile(checkpoint):
+        raise GraphFilterError(f"checkpoint must be a directory, and {shown(str(checkpoint))} is a file")
     check_rates(lr=lr, filter_lr=filter_lr)
     if end_to_end is not None:
         check_rates(end_to_end_lr=end_to_end_lr)
         if not lr:  # the second stage scales the rate of the coefficients by filter_lr / lr
             raise GraphFilterError("lr must be > 0 where a second stage follows, got 0")
+    model = encoder_of(model)
     started = time.monotonic()
     rates = Rates(attention=lr, end_to_end=end_to_end_lr, filter_lr=filter_lr)
     # under the name "coefficient_lr", so that progress of earlier versions can be resumed
-    settings: dict[str, Any] = {"steps": steps, "lr": lr, "coefficient_lr": filter_lr}
+    settings: dict[str, Any] = {"steps": int(steps), "lr": float(lr), "coefficient_lr": float(filter_lr)}
     settings["filters"] = [graph_filter.config.to_dict() for _, graph_filter in filters_of(model, required=True)]
     extra_steps = 0
     if end_to_end is not None:
-        extra_steps = steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps
-        settings |= {"end_to_end": end_to_end, "end_to_end_steps": extra_steps, "end_to_end_lr": end_to_end_lr}
+        extra_steps = int(steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps)
+        settings |= {"end_to_end": end_to_end, "end_to_end_steps": extra_steps, "end_to_end_lr": float(end_to_end_lr)}
     batches = Batches(model, dataloader, holdout)
     fit = Fit(model, batches, rates, settings, checkpoint, progress, eval_every, patience)
     report = fit.report
@@ -121,12 +126,13 @@ def transfer_attention(
                 fit.fit_attention(steps)
             if end_to_end is not None and not report.stopped.startswith("non-finite"):
                 fit.fit_outputs("end to end", extra_steps, original, end_to_end)
+        fit.round_filters()
         report.after = fit.errors()
     report.seconds = time.monotonic() - started
     return report
 
 
-def _check_arguments(steps: Any, end_to_end: Any, end_to_end_steps: Any, eval_every: Any) -> None:
+def _check_arguments(steps: Any, end_to_end: Any, end_to_end_steps: Any, eval_every: Any, patience: Any) -> None:
     if not is_number(steps, whole=True) or steps < (end_to_end is None):
         raise GraphFilterError(f"steps must be a whole number >= 1, got {shown(steps)}")
     if end_to_end not in (None, *DISTANCES):
@@ -135,6 +141,8 @@ def _check_arguments(steps: Any, end_to_end: Any, end_to_end_steps: Any, eval_ev
         raise GraphFilterError(f"end_to_end_steps must be a whole number >= 0, got {shown(end_to_end_steps)}")
     if eval_every != math.inf and (not is_number(eval_every) or eval_every < 1):
         raise GraphFilterError(f"eval_every must be a number of steps >= 1, got {shown(eval_every)}")
+    if patience is not None and (not is_number(patience) or patience < 1):
+        raise GraphFilterError(f"patience must be a number of measurements >= 1 or None, got {shown(patience)}")
 
 
 def _refuse_equal(fit: Fit) -> None:
