@@ -390,6 +390,10 @@ def test_orthogonality_loss_is_equation_11(norm):
         (lambda t: gfsa(t, t[:, :, :2], t[:, :, :2], 0, 1, 0, 2), "A must be square"),
         (lambda t: gfsa(t, t, t, 0, 1, torch.ones(2), 2), r"w_K is a number or a tensor \(3,\), got shape \(2,\)"),
         (lambda t: orthogonality_loss(t, t, norm="l2"), "norm='l2': use 'mean_abs', 'frobenius' or 'off_diagonal'"),
+        (
+            lambda t: orthogonality_loss(t, t, rho="Sigmoid"),
+            "rho='Sigmoid': use 'softmax', 'sigmoid', 'tanh' or 'none'",
+        ),
         (lambda t: orthogonality_loss(t, t[0]), r"got \(2, 3, 4, 5\), \(3, 4, 5\)"),
     ],
 )
@@ -744,6 +748,27 @@ def test_running_mass(spread):
     torch.testing.assert_close(found, expected)
     weights = torch.randn_like(found)
     torch.testing.assert_close(*(torch.autograd.grad(x, v, weights)[0] for x in (found, expected)))
+
+
+def test_threads_may_change_before_the_backward_pass(monkeypatch):
+    """The blocks of a causal filter depend on their number, and so do the states that it saves."""
+    u, sigma, v, value = (x.requires_grad_() for x in projections(300, torch.float64))
+    theta, threads = torch.tensor([1.0, 0.3], dtype=torch.float64), torch.get_num_threads()
+    weights = torch.randn_like(value)
+
+    def differentiate(before, after):
+        try:
+            torch.set_num_threads(before)
+            out = agf(u, sigma, v, value, theta, causal=True)
+            torch.set_num_threads(after)
+            return torch.autograd.grad(out, (u, sigma, v, value), weights)
+        finally:
+            torch.set_num_threads(threads)
+
+    monkeypatch.setattr("hf_graphfilter.ops.spectral.blocks.BLOCK", 2**10)
+    expected = differentiate(1, 1)
+    for before, after in ((1, 2), (2, 1)):
+        torch.testing.assert_close(differentiate(before, after), expected)
 
 
 @pytest.mark.parametrize("keys", [None, torch.tensor([[False] * 3 + [True] * 17] * B)], ids=["all", "padded"])

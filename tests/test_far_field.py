@@ -57,6 +57,7 @@ def test_fused_kernel_equals_plain_operations(heads, batch, texts, by_column, mo
     key, value, score = random(9, 5), random(9, 5), random(heads, 4)
     seen = torch.rand(texts, 3, 4, 9, generator=g) > 0.4
     seen[:, 1, 2] = False  # a query that sees the far field alone
+    seen[:, 0, 1] = False  # and one that sees nothing, as at padding before a text
     near_only = torch.arange(3).eq(0).view(3, 1, 1).expand(3, heads, 4)
     inputs = (query, key, value, score, far)
     fused, results = Mock(wraps=joint_softmax._attend_fused), []
@@ -68,6 +69,28 @@ def test_fused_kernel_equals_plain_operations(heads, batch, texts, by_column, mo
         results.append([out, *torch.autograd.grad(out, inputs, weight)])
     assert fused.call_count == 1
     torch.testing.assert_close(*results)
+    assert all(out[:, :, 0, :, 1].eq(0).all() for out, *_ in results)
+
+    def attend(*inputs):
+        return joint_softmax.attend_fields(
+            *inputs[:3], seen[:1], 0.5, inputs[3].masked_fill(near_only, -torch.inf), inputs[4]
+        )
+
+    for dtypes in ((torch.float64,), ()) if batch == heads == 1 else ():
+        monkeypatch.setattr(joint_softmax, "FUSED", dtypes)
+        assert torch.autograd.gradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_padding_before_a_text_reads_no_later_tokens(fused, monkeypatch):
+    monkeypatch.setattr(joint_softmax, "FUSED", joint_softmax.FUSED if fused else ())
+    model, ids = build(), torch.randint(5, 90, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    other = ids.clone()
+    other[:, 6] = 95
+    found, expected = (model(x, attention_mask=mask, use_cache=False)[0][:, :6] for x in (other, ids))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])

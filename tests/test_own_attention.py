@@ -66,6 +66,21 @@ def test_equals_explicit_matrices(mask, key_heads):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.parametrize("shape", [(HEADS, TOKENS, TOKENS), (TOKENS, 1)])
+def test_the_mean_of_what_is_seen_takes_any_mask(shape):
+    """One per head over grouped keys, as Doge makes it, and one that is the same for all keys."""
+    query, key, value = signals(2)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[..., 0] = True
+    attend = turn_on(GraphFilterAttention("attnscale", HEADS, FEATURES, key_heads=2)).double()
+    full = GraphFilterAttention("attnscale", HEADS, FEATURES).double()
+    full.load_state_dict(attend.state_dict())
+    key_of_each, value_of_each = (x.repeat_interleave(HEADS // 2, 1) for x in (key, value))
+    found = attend(query, key, value, attn_mask=mask)
+    expected = full(query, key_of_each, value_of_each, attn_mask=mask.expand(2, HEADS, TOKENS, TOKENS))
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_filter_that_reads_the_input():
     attend = GraphFilterAttention("agf", HEADS, FEATURES, hidden_size=32).double()
     assert attend(*signals(), hidden=torch.randn(2, TOKENS, 32, dtype=torch.float64)).shape == (2, 4, TOKENS, 8)

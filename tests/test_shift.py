@@ -38,7 +38,7 @@ from hf_graphfilter import (
 from hf_graphfilter.functional import gfsa
 from hf_graphfilter.hosts.transformers.base_attention import BaseAttention
 from hf_graphfilter.ops import scratch
-from hf_graphfilter.ops.attention_pieces import PIECE, ROWS
+from hf_graphfilter.ops.attention_pieces import PIECE, ROWS, Workspace
 from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial
 from hf_graphfilter.ops.combine import combine
 from hf_graphfilter.ops.polynomial_form import can_apply, polynomial_form
@@ -584,6 +584,15 @@ def test_memory_is_linear_in_tokens():
         sizes[tokens] = largest.size
     assert sizes[4096] <= 2 * sizes[2048]
     assert sizes[4096] < 4096 * 4096 // 8
+
+
+def test_the_blocks_of_a_workspace_share_what_they_hide():
+    workspace = Workspace((1, 2), 4096, 8, 8, 2, True, torch.float32, ROWS)
+    assert len({block.hidden.untyped_storage().data_ptr() for block in workspace.blocks}) == 1
+    assert len(workspace.blocks) > 1
+    for block in workspace.blocks:
+        rows, keys = (torch.arange(part.start or 0, part.stop) for part in (block.rows, block.seen))
+        assert torch.equal(block.hidden.isinf(), keys > rows[:, None])
 
 
 def test_threads_do_not_share_their_scratch_memory():

@@ -40,6 +40,8 @@ def orthogonality_loss(
     """
     if norm not in typing.get_args(Norm):
         raise GraphFilterError(f"norm={norm!r}: use 'mean_abs', 'frobenius' or 'off_diagonal'")
+    if rho not in typing.get_args(spectral.Rho):
+        raise GraphFilterError(f"rho={rho!r}: use 'softmax', 'sigmoid', 'tanh' or 'none'")
     if u.shape != v.shape or u.dim() != 4:
         raise GraphFilterError(
             f"orthogonality_loss: u and v are (batch, heads, tokens, features), got {tuple(u.shape)}, {tuple(v.shape)}"

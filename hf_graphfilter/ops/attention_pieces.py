@@ -143,12 +143,17 @@ class Workspace:
         self.grad_q, self.grad_k = rows_of("grad q", features), rows_of("grad k", features)
         self.g, self.last, self.grad_sum = (rows_of(name, width) for name in ("g", "last", "grad sum"))
         self.grads = [rows_of(f"grad {step}", width) for step in range(K)]
-        self.blocks = [self._block(rows, seen, causal, dtype) for rows, seen in split_rows(tokens, causal)]
+        blocks = split_rows(tokens, causal)
+        size = blocks[0][0].stop
+        later = torch.full((size, size), -torch.inf, dtype=dtype, device="cpu").triu_(1)
+        self.hidden = torch.cat([later.new_zeros(size, tokens), later], 1) if causal else None
+        self.blocks = [self._block(rows, seen, dtype) for rows, seen in blocks]
 
-    def _block(self, rows: slice, seen: slice, causal: bool, dtype: torch.dtype) -> Block:
-        shape = (self.g.shape[0], rows.stop - rows.start, seen.stop)
+    def _block(self, rows: slice, seen: slice, dtype: torch.dtype) -> Block:
+        tokens, shape = self.g.shape[1], (self.g.shape[0], rows.stop - rows.start, seen.stop)
         matrix, change, more = (scratch(name, shape, dtype) for name in ("matrix", "change", "more change"))
-        hidden = torch.full(shape[1:], -torch.inf, dtype=dtype, device="cpu").triu_(1 + rows.start) if causal else None
+        start = tokens - rows.start
+        hidden = None if self.hidden is None else self.hidden[: shape[1], start : start + shape[2]]
         return Block(
             rows=rows,
             seen=seen,

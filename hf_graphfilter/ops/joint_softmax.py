@@ -37,7 +37,7 @@ def attend_fields(
         far: of the shape of ``query``, with value features.
 
     Returns:
-        The shape and dtype of ``far``.
+        The shape and dtype of ``far``; zero for a query that sees nothing, near or far.
     """
     is_uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
     if is_uniform and query.dtype in FUSED and query.numel() and on_plain_cpu(query):
@@ -51,7 +51,9 @@ def attend_fields(
     scores[..., -1] = estimate
     weights = scores.softmax(-1)
     near = (weights.to(value.dtype).flatten(3, 4) @ value).unflatten(3, query.shape[3:5])
-    return torch.addcmul(near.to(far.dtype), weights[..., -1:].to(far.dtype), far)
+    out = torch.addcmul(near.to(far.dtype), weights[..., -1:].to(far.dtype), far)
+    sees_nothing = ~seen.any(-1)[:, None, :, None] & estimate.isneginf()
+    return out.masked_fill(sees_nothing[..., None], 0.0)
 
 
 def _attend_fused(
@@ -88,6 +90,7 @@ class _Fields(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, score: Tensor, far: Tensor
     ) -> Tensor:
         near, mass = _attend(query, key, value, attn_mask=mask, scale=scaling)
+        near.masked_fill_((mass < NEVER / 2)[..., None], 0.0)  # no near key is seen
         share = torch.sigmoid(score - mass).unsqueeze(-1).to(far.dtype)
         out = near.to(far.dtype).lerp(far, share)
         ctx.scaling = scaling
@@ -105,6 +108,8 @@ def _backward(grad: Tensor, scaling: float, needs: tuple[bool, ...], *saved: Ten
     if any(needs[:3]):
         grad_out, result = (_in_rows(x.to(query.dtype)) for x in (grad, out))
         total_mass = torch.logaddexp(score, mass).to(mass.dtype)
+        # a query that sees nothing: exp(NEVER - 0) is zero, and exp(NEVER - NEVER) would be one
+        total_mass.masked_fill_(total_mass < NEVER / 2, 0.0)
         inputs = (grad_out, query, key, value, result, total_mass)
         grads = _differentiate(*inputs, dropout_p=0.0, is_causal=False, attn_mask=mask, scale=scaling)
     grad_far = share * grad

@@ -82,7 +82,7 @@ class ShiftOperator(ABC):
             signal: a signal at the key tokens: ``value``, or the result of ``all_rows`` for another signal.
 
         Returns:
-            Shape (batch, heads of the signal, query tokens, features).
+            Shape (batch, heads of the signal, or of the mask if it has several, query tokens, features).
         """
         raise GraphFilterError(f"{type(self).__name__} does not know which tokens a query sees")
 

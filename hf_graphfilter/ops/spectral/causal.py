@@ -13,7 +13,7 @@ from ..exporting import is_exporting
 from ..gradients import first_order, one_by_one, under_vmap
 from ..polynomials import Recurrence
 from ..triton import filter_causal as by_kernel
-from .blocks import NEVER, CausalState, absent, blocks, hide, no_past, to_float32
+from .blocks import NEVER, Block, CausalState, absent, blocks, hide, no_past, to_float32
 from .factors import Left
 from .one_chunk import TINY, OneChunk
 
@@ -191,6 +191,7 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         u, sigma, theta, ctx.steps, *others = inputs
+        ctx.groups = blocks(others[0], CHUNK)  # the number of threads may change
         ctx.save_for_backward(u, sigma, theta, *others, *output[2:])
         ctx.mark_non_differentiable(*output[3:])
 
@@ -200,7 +201,7 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_mass: Tensor, grad_mean: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grads = first_order(_gradients, grad, grad_mass, grad_mean, ctx.steps, *ctx.saved_tensors)
+        grads = first_order(_gradients, grad, grad_mass, grad_mean, ctx.steps, ctx.groups, *ctx.saved_tensors)
         return *grads[:3], None, *grads[3:]
 
 
@@ -209,6 +210,7 @@ def _gradients(
     grad_mass: Tensor,
     grad_mean: Tensor,
     steps: Recurrence,
+    groups: list[list[Block]],
     u: Tensor,
     sigma: Tensor | None,
     theta: Tensor,
@@ -224,7 +226,7 @@ def _gradients(
     grads, grad_v, grad_value = left.room(), torch.empty_like(v), torch.empty_like(value)
     # what later tokens ask of earlier ones, relative to the mass in between; last column: of the mass itself
     grad_states = torch.cat([grad_mean, ((grad_mean * last_mean).sum(-1) - grad_mass).unsqueeze(-1)], -1)
-    for group in reversed(blocks(v, CHUNK)):
+    for group in reversed(groups):
         grad_state = grad_states[group[0][:2]]
         for block in reversed(group):
             first = block is group[0]
