@@ -850,6 +850,9 @@ def test_too_few_batches_are_named_before_the_model_changes(monkeypatch):
     monkeypatch.setattr("hf_graphfilter.fitting.linearization.patch_model", None)
     with pytest.raises(GraphFilterError, match="no batch is left that is not held out"):
         run(llama(), texts(2))
+    monkeypatch.setattr("hf_graphfilter.fitting.batches.process", lambda: (0, 2))
+    with pytest.raises(GraphFilterError, match="no batch is left that is not held out"):  # none for the second process
+        run(llama(), texts(3))
 
 
 @pytest.mark.parametrize("K", [0, 2])

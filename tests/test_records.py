@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import accelerate
 import pytest
@@ -289,7 +290,7 @@ def traces(model):
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "clip", "beit"])
-def test_unpatching_leaves_what_was_there(name, tmp_path):
+def test_unpatching_leaves_what_was_there(name, tmp_path, monkeypatch):
     model = FAMILIES[name].build()
     before = traces(model)
     patch_model(model, layers=[0])
@@ -302,6 +303,10 @@ def test_unpatching_leaves_what_was_there(name, tmp_path):
     tensors = load_file(file)
     save_file({k: t[:2] if "w_K" in k else t for k, t in tensors.items()}, file)
     with pytest.raises(GraphFilterError, match="should hold"):
+        load_filter(model, tmp_path)
+    assert traces(model) == before
+    monkeypatch.setattr("hf_graphfilter.checkpoints.filter_file._copy", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
         load_filter(model, tmp_path)
     assert traces(model) == before
 

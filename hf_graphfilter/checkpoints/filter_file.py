@@ -139,7 +139,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         # not detached, since marks of sharding are on the parameters
         _copy(_coefficients(host, model, lambda f: f.state_dict(keep_vars=True)), tensors, source)
         vars(model).pop(STARTS, None)
-    except Exception:
+    except BaseException:
         if current is None:
             host.detach(model, [module for _, module in patched_modules(model, required=False)])
             host.write_record(model, None)

@@ -67,7 +67,7 @@ class Batches:
         self._is_iterator = iter(data) is data  # an iterator gives each batch once: later stages resume where it stands
         self._skip = 0 if self._is_iterator else count
         with contextlib.suppress(TypeError):  # of data without a length
-            if len(data) <= self._skip:  # type: ignore[arg-type]
+            if len(data) - self._skip < process()[1]:  # type: ignore[arg-type]  # one for each process
                 raise GraphFilterError(NONE_LEFT)
         self._remaining: Iterator[Batch] | None = None
 
