@@ -50,6 +50,7 @@ from recipes.speech_models import (
     HEAD,
     build,
     check_model,
+    check_targets,
     ctc_loss,
     ctc_weight,
     input_lengths,
@@ -90,6 +91,7 @@ def run(args, training):
     special = {t for t in (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) if t is not None}
     special |= set() if ctc else {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
     data = encode(data, tokenizer, ctc, None if ctc else model.config.decoder_start_token_id)
+    check_targets(args, model, data)
     if ctc or hasattr(model, HEAD):
         room = output_lengths(model, count_frames(extractor, torch.tensor(data["train"]["length"])))
         data["train"], count = drop_long_targets(data["train"], room, special)

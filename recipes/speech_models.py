@@ -78,6 +78,17 @@ def build(args: Any, training: Any, config: Any, tokenizer: Any, trained: bool) 
     return model
 
 
+def check_targets(args: Any, model: Any, data: dict[str, Any]) -> None:
+    """Raise if the model has no output for a token of the transcripts: CTC would read what is beyond its logits."""
+    largest = max(max(row, default=0) for rows in data.values() for row in rows["labels"])
+    outputs = model.config.get_text_config(decoder=True).vocab_size
+    if largest >= outputs:
+        raise GraphFilterError(
+            f"the tokenizer gives token {largest}, and {args.model} has outputs for {outputs}: "
+            "choose a --tokenizer that belongs to the model"
+        )
+
+
 @dataclass
 class JointOutput(Seq2SeqLMOutput):
     """The outputs of an encoder-decoder with a CTC head, whose logits are (batch, positions, vocabulary)."""

@@ -188,23 +188,51 @@ def test_a_whisper_of_many_languages_is_fine_tuned(folder, tmp_path, transformer
     assert tokenizer("low")["input_ids"][:3] == [of["<|startoftranscript|>"], of["<|cs|>"], of["<|transcribe|>"]]
 
 
-@pytest.mark.parametrize("argv", [[], ["--tokenizer", "characters"]], ids=["own", "characters"])
-def test_a_wav2vec2_is_fine_tuned(argv, folder, tmp_path, transformers_warnings):
-    """With its own vocabulary, or one of the training part; pretrained without a mask, it gets none."""
+SYMBOLS = ["<pad>", "<s>", "</s>", "<unk>", "|", *"dghilmow"]
+
+
+def make_wav2vec2(source):
+    """Write a small Wav2Vec2 of CTC that was pretrained without a mask."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     convolutions = {"conv_dim": [8, 8], "conv_stride": [20, 16], "conv_kernel": [40, 16], "num_conv_pos_embeddings": 16}
     masks = {"mask_time_length": 2, "mask_feature_length": 2, "num_conv_pos_embedding_groups": 2}
-    symbols = ["<pad>", "<s>", "</s>", "<unk>", "|", *"dghilmow"]
-    source = tmp_path / "wav2vec2"
-    Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **convolutions, **masks, vocab_size=len(symbols))).save_pretrained(source)
-    (tmp_path / "vocab.json").write_text(json.dumps({symbol: number for number, symbol in enumerate(symbols)}))
-    Wav2Vec2CTCTokenizer(tmp_path / "vocab.json").save_pretrained(source)
+    Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **convolutions, **masks, vocab_size=len(SYMBOLS))).save_pretrained(source)
+    make_ctc_tokenizer(source, SYMBOLS)
     Wav2Vec2FeatureExtractor(return_attention_mask=False).save_pretrained(source)
-    record = train(tmp_path, folder, ["--model", str(source)], *argv)
+    return str(source)
+
+
+def make_ctc_tokenizer(folder, symbols):
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({symbol: number for number, symbol in enumerate(symbols)}))
+    Wav2Vec2CTCTokenizer(folder / "vocab.json").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("argv", [[], ["--tokenizer", "characters"]], ids=["own", "characters"])
+def test_a_wav2vec2_is_fine_tuned(argv, folder, tmp_path, transformers_warnings):
+    """With its own vocabulary, or one of the training part; pretrained without a mask, it gets none."""
+    source = make_wav2vec2(tmp_path / "wav2vec2")
+    record = train(tmp_path, folder, ["--model", source], *argv)
     transformers_warnings.clear()  # of a head of another size
     assert math.isfinite(record["metrics"]["test/wer"])
     transcribe = pipeline("automatic-speech-recognition", str(tmp_path / "run" / "seed-1"), device="cpu")
     assert isinstance(transcribe(tone("low mid").astype(np.float32))["text"], str)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_head_is_refused(folder, tmp_path, capsys):
+    """CTC would read what is beyond its logits, in silence."""
+    source = make_wav2vec2(tmp_path / "wav2vec2")
+    other = make_ctc_tokenizer(tmp_path / "other", [*SYMBOLS[:5], *"0123456789", *SYMBOLS[5:]])
+    with pytest.raises(SystemExit):
+        train(tmp_path, folder, ["--model", source], "--tokenizer", other)
+    message = f"the tokenizer gives token 22, and {source} has outputs for 13: choose a --tokenizer"
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_size_of_a_vocabulary_goes_with_a_trained_one(folder):
+    with pytest.raises(GraphFilterError, match="--train_tokenizer 300 and --tokenizer characters exclude each other"):
+        arguments(folder, "--tokenizer", "characters", "--train_tokenizer", "300")
 
 
 PUSH = """
