@@ -57,6 +57,7 @@ def run(args, training):
     if config.problem_type == "regression" and standardize:
         config.label_mean, spread = np.nanmean(targets, 0).tolist(), np.nanstd(targets, 0)
         config.label_std = np.where(spread > 0, spread, 1).tolist()
+    check_labels(data, config.problem_type == "multi_label_classification")
     set_seed(training.seed)
     model = GraphormerForGraphPrediction(config)
     patch(args, model)
@@ -71,6 +72,17 @@ def run(args, training):
     rows = {part: len(graphs) for part, graphs in data.items()}
     left_out = {part: len(graphs.skipped) for part, graphs in data.items() if graphs.skipped}
     return {**outcome, "split": split, "rows": rows, "left_out": left_out, "task_type": "graph-ml"}
+
+
+def check_labels(data, yes_or_no):
+    """Raise before training for labels with which a part could not be evaluated after it."""
+    width = data["train"].labels.shape[1]
+    for part, graphs in data.items():
+        if (found := graphs.labels.shape[1]) != width:
+            raise GraphFilterError(f"the {part} part has {found} labels per graph, and the train part {width}")
+        known = graphs.labels[np.isfinite(graphs.labels)]
+        if yes_or_no and len(wrong := known[~np.isin(known, (0, 1))]):
+            raise GraphFilterError(f"the {part} part has the label {wrong[0]:g}: yes is 1, no is 0")
 
 
 class GraphTrainer(Trainer):

@@ -683,6 +683,30 @@ def test_a_part_with_one_class_is_named(recipe, tmp_path, capsys):
     assert "the test part" not in said
 
 
+@pytest.mark.parametrize("part", ["train", "validation", "test"])
+def test_a_wrong_class_in_any_part_is_named_before_training(recipe, tmp_path, part, capsys, monkeypatch):
+    from recipes import graphs
+
+    pytest.importorskip("rdkit")
+    monkeypatch.setattr(graphs, "fit", lambda *arguments, **options: pytest.fail("was trained"))
+    parts = ["train"] * 4 + ["validation"] * 4 + ["test"] * 4
+    labels = [2 if name == part and n % 4 == 3 else n % 2 for n, name in enumerate(parts)]
+    rows = [f"{'C' * (n + 1)},{label},{name}" for n, (label, name) in enumerate(zip(labels, parts, strict=True))]
+    (tmp_path / "mine.csv").write_text("\n".join(["smiles,y,split", *rows]))
+    with pytest.raises(SystemExit):
+        recipe("--task", "molecule-classes", "--data", tmp_path / "mine.csv", "--target", "y")
+    assert f"the {part} part has the label 2: yes is 1, no is 0" in capsys.readouterr().err
+
+
+def test_parts_with_other_numbers_of_labels_are_named_before_training(recipe, tmp_path, capsys):
+    for part, labels in {"train": [1, 0], "valid": [1, 0], "test": [1]}.items():
+        graph = {"node_features": [1, 2], "edge_index": [[0], [1]], "labels": labels}
+        (tmp_path / f"{part}.jsonl").write_text("\n".join([json.dumps(graph)] * 3))
+    with pytest.raises(SystemExit):
+        recipe("--task", "graphs", "--data", tmp_path)
+    assert "the test part has 1 labels per graph, and the train part 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["zinc12k_graphs.npz", "hiv.csv.gz"])
 def test_damaged_files_are_named(recipe, tmp_path, name, capsys):
     pytest.importorskip("rdkit")
