@@ -160,6 +160,8 @@ def encode_labels(data: Dataset, labels: Sequence[str] | None, source: object, b
                 numbers.append(labels.index(str(value)))
             elif is_whole(value) and str(int(value)) in labels:
                 numbers.append(labels.index(str(int(value))))
+            elif isinstance(value, float) and not is_whole(value):
+                raise ValueError  # between two classes
             elif not by_number or any(label.lstrip("-").isdigit() for label in labels):
                 raise ValueError  # a number that is no name is no class
             else:

@@ -18,8 +18,10 @@ INCIDENTAL = (
 )
 # tasks that are what their data are: earlier records have a mark of these alone
 OWN_DATA = ("text", "texts", "ratings", "folder")
+OPTIONS = ("filter_options", "from_scratch", "model_options")  # as NAME=VALUE, in any order
 OF_FILTERS = {"filter_options", "filter_lr", "layers"}
 MARKS = "contents"
+VISIBLE = "visible "  # before the name of a mark: without the files in hidden folders, which earlier records count
 MODELS = ("model", "tokenizer", "checkpoint")
 LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".txt", ".model"}  # beside cards, records and checkpoints
 TABLES = {".csv", ".tsv", ".json", ".jsonl"}
@@ -53,9 +55,10 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
         marks["data"] = ""  # of the Hub, whatever it holds
     elif os.path.exists(settings["data"]):
         data = Path(settings["data"], folder) if Path(settings["data"], folder).is_dir() else Path(settings["data"])
-        marks["data"] = hash_files(str(data))
-        if tables := hash_tables(str(data)):
-            marks["tables"] = tables
+        for prefix in ("", VISIBLE) if has_hidden_folders(data) else ("",):
+            marks[f"{prefix}data"] = hash_files(str(data), visible=bool(prefix))
+            if tables := hash_tables(str(data), visible=bool(prefix)):
+                marks[f"{prefix}tables"] = tables
         if settings.get("task") in OWN_DATA:
             result["data"] = hash_sizes(str(settings["data"]))
     return {**result, MARKS: marks} if marks else result
@@ -64,31 +67,46 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
 def list_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Return the names of what differs between two identities; earlier ones had no marks to compare."""
     marks, other_marks = a.get(MARKS, {}), b.get(MARKS, {})
-    ignored = INCIDENTAL - {"data"} if "data" in a and "data" in b else INCIDENTAL
-    ignored = ignored | (OF_FILTERS if a.get("filter") == b.get("filter") == "none" else set())
-    settings = {k for k in {*a, *b} - ignored - {MARKS} if a.get(k) != b.get(k)}
-    return sorted(settings | {f"the files of {k}" for k in {*marks} & {*other_marks} if marks[k] != other_marks[k]})
+    shared = {k for k in {*marks} & {*other_marks} if not k.startswith(VISIBLE)}
+    ignored = INCIDENTAL | {MARKS}
+    if "data" not in shared and "data" in a and "data" in b:
+        ignored -= {"data"}  # the sizes of earlier records
+    if a.get("filter") == b.get("filter") == "none":
+        ignored, shared = ignored | OF_FILTERS, shared - {"import"}
+    settings = {k for k in {*a, *b} - ignored if _unordered(k, a.get(k)) != _unordered(k, b.get(k))}
+    return sorted(settings | {f"the files of {k}" for k in shared if not _hashes(k, marks) & _hashes(k, other_marks)})
+
+
+def _hashes(name: str, marks: dict[str, str]) -> set[str]:
+    """Return the hashes of some files with and without those in hidden folders; one that two runs share is enough."""
+    return {marks[key] for key in (name, VISIBLE + name) if key in marks}
+
+
+def _unordered(name: str, value: Any) -> Any:
+    """Return a setting in a form that does not depend on the order of options."""
+    return dict(option.partition("=")[::2] for option in value) if name in OPTIONS and value else value
 
 
 @functools.cache
-def hash_files(path: str, model: bool = False) -> str:
+def hash_files(path: str, model: bool = False, visible: bool = False) -> str:
     """Return a hash of a file or folder, wherever it lies: of the names, sizes and contents of its files.
 
-    Of very many files the contents of a part count; of a model's folder, the files that loading it depends on.
+    Of very many files the contents of a part count; of a model's folder, the files that loading it depends on; of a
+    folder of data that is ``visible``, no files in hidden folders.
     """
     root = Path(path)
     if model and root.is_dir():
         files = sorted(f for f in root.iterdir() if f.is_file() and f.suffix in LOADED and f.name != RECORD)
     else:
-        files = list_data(root)
+        files = list_data(root, visible)
     digest = hashlib.sha256("\n".join(f"{f.relative_to(root)} {f.stat().st_size}" for f in files).encode())
     return _hash_contents(files[:: max(1, len(files) // READ)], digest)
 
 
 @functools.cache
-def hash_tables(path: str) -> str | None:
+def hash_tables(path: str, visible: bool = False) -> str | None:
     """Return a hash of the contents of the tables of a folder of which ``hash_files`` reads a part, None of others."""
-    files = list_data(Path(path))
+    files = list_data(Path(path), visible)
     tables = [file for file in files if file.suffix in TABLES] if len(files) >= 2 * READ else []
     return _hash_contents(tables, hashlib.sha256()) if tables else None
 
@@ -100,9 +118,15 @@ def _hash_contents(files: list[Path], digest: Any) -> str:
     return str(digest.hexdigest()[:16])
 
 
-def list_data(root: Path) -> list[Path]:
-    """Return the files of a folder of data, without notes and hidden ones."""
-    return [f for f in list_files(root) if f.suffix != ".md" and not f.name.startswith(".")]
+def list_data(root: Path, visible: bool) -> list[Path]:
+    """Return the files of a folder of data, without notes and hidden ones; if ``visible``, of no hidden folder."""
+    files = [f for f in list_files(root) if f.suffix != ".md" and not f.name.startswith(".")]
+    return [f for f in files if not visible or not any(name.startswith(".") for name in f.relative_to(root).parts)]
+
+
+def has_hidden_folders(root: Path) -> bool:
+    """Return whether a folder holds hidden ones, at any depth: .git, say, or the .cache of a download."""
+    return any(name.startswith(".") for _, folders, _ in os.walk(root, followlinks=True) for name in folders)
 
 
 def list_files(root: Path) -> list[Path]:

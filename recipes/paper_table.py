@@ -188,6 +188,8 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
     recipe = importlib.import_module(f"recipes.{SCRIPTS[shape.recipe]}").RECIPE
     if unknown := [task for task in options.tasks or () if task not in shape.tasks]:
         raise GraphFilterError(f"--tasks {unknown[0]}: the table {options.table} has {', '.join(shape.tasks)}")
+    if options.show and options.fresh:
+        raise GraphFilterError("--show runs nothing and --fresh begins again: give one of them")
     task_options = argparse.Namespace(**vars(options), sweep=None, name=None, against=None)
     reasons: dict[str, str] = {}
     contents: dict[str, dict[str, Any]] = {}
@@ -218,7 +220,11 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
             runs = [(seed, name) for name in wanted for seed in values.get("seeds", [1])]
             unfinished[task] = records.list_missing(runs, content)
     if is_main_process():
-        rows, file = measured(contents, shape.columns), folder / f"table-{options.table}{suffix}.md"
+        rows = measured(contents, shape.columns)
+        known = dict.fromkeys([*(sections["variants"] or [values.get("filter", "gfsa")]), *(row.name for row in rows)])
+        if unknown := [name for name in options.variants or () if name not in known]:
+            raise GraphFilterError(f"--variants {unknown[0]!r}: the table has {', '.join(map(repr, known))}")
+        file = folder / f"table-{options.table}{suffix}.md"
         missing = list_missing(rows, shape.columns, [*wanted], reasons, unfinished)
         show(options, shape, rows, [*wanted], missing, file, console)
 

@@ -76,7 +76,7 @@ class Settings:
         }
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (settings, sections of the YAML file that are no settings: ``variants`` and ``sweep``)."""
+        """Return (settings, ``variants`` and ``sweep`` of the YAML file, with the ``filter`` that the flags name)."""
         try:
             namespace, unknown = self.parser.parse_known_args([self._resolve_alias(word) for word in argv])
         except argparse.ArgumentError as error:
@@ -114,9 +114,8 @@ class Settings:
             values["bf16"] = False
             if is_main_process():
                 print("this machine computes slowly in bf16, or not at all: float32 (--bf16 insists)", file=sys.stderr)
-        import_filters(values.get("import", []))
         self.check(values)
-        return values, {name: sections[name] for name in ("variants", "sweep")}
+        return values, {name: sections[name] for name in ("variants", "sweep")} | {"filter": flags.get("filter")}
 
     def _resolve_alias(self, word: str) -> str:
         """Return a flag under the name that this recipe has for it; anything else as it is."""
@@ -176,7 +175,8 @@ class Settings:
             raise GraphFilterError(f"the setting {key!r}{where} cannot be {value!r}") from error
 
     def check(self, values: dict[str, Any]) -> None:
-        """Raise for what can be known to be wrong before any data is read."""
+        """Import the filters of others, and raise for what can be known to be wrong before any data is read."""
+        import_filters(values.get("import", []))
         if (name := values.get("filter", "gfsa")) != "none":
             try:
                 config = get_filter(name)
@@ -197,12 +197,11 @@ class Settings:
             raise GraphFilterError("--push_to_hub needs a saved checkpoint, but save_strategy is 'no'")
         if values.get("resume_from_checkpoint") is not None:
             raise GraphFilterError("a run resumes from its own last checkpoint: leave out --resume_from_checkpoint")
-        if (
-            values.get("train_tokenizer")
-            and not values.get("from_scratch")
-            and issubclass(self.recipe.arguments[0], RecipeArguments)
-        ):
-            raise GraphFilterError("--train_tokenizer needs --from_scratch: pretrained weights know their own tokens")
+        if size := values.get("train_tokenizer"):
+            if not values.get("from_scratch") and issubclass(self.recipe.arguments[0], RecipeArguments):
+                raise GraphFilterError("--train_tokenizer needs --from_scratch: pretrained weights know their tokens")
+            if (name := values.get("tokenizer") or "words") != "words":
+                raise GraphFilterError(f"--train_tokenizer {size} and --tokenizer {name} exclude each other: use one")
         if values.get("early_stopping_patience") is not None:
             if values.get("eval_strategy") == "no":
                 raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")

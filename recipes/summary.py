@@ -127,20 +127,22 @@ def plot_sweep(content: dict[str, Any], file: Path, variants: Iterable[str] | No
 
     Runs that diverged are not drawn. ``variants`` are the points of this sweep; the default is all.
     """
-    points, axis = {}, ""
+    points, places, axis = {}, {}, ""  # a value has its place on the axis, also where the first line lacks it
     for variant in content["summary"] if variants is None else variants:
-        values = [x for x in content["summary"][variant]["values"].values() if math.isfinite(x)]
-        if variant != PLAIN and values:
+        if variant != PLAIN:
             first, *rest = variant.split(", ")
             axis, _, value = first.partition("=")
-            points.setdefault(", ".join(rest), []).append((value, values))
+            place = places.setdefault(value, len(places))
+            if values := [x for x in content["summary"][variant]["values"].values() if math.isfinite(x)]:
+                points.setdefault(", ".join(rest), []).append((place, values))
     figure = make_figure(6, 3.6)
     axes = figure.subplots()
     for i, (label, line) in enumerate(points.items()):
         means = [sum(v) / len(v) for _, v in line]
         spread = [(max(v) - min(v)) / 2 for _, v in line]
-        ticks, name = [figure_text(x) for x, _ in line], figure_text(label) or None
-        axes.errorbar(ticks, means, spread, marker="o", capsize=3, color=f"C{i}", label=name)
+        name = figure_text(label) or None
+        axes.errorbar([x for x, _ in line], means, spread, marker="o", capsize=3, color=f"C{i}", label=name)
+    axes.set_xticks(range(len(places)), [figure_text(value) for value in places])
     baseline = [x for x in content["summary"][PLAIN]["values"].values() if math.isfinite(x)]
     if baseline:
         axes.axhline(sum(baseline) / len(baseline), color="grey", linestyle="--", label="baseline")

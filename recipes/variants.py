@@ -1,6 +1,7 @@
 """The variants of a comparison: the unpatched model, and those of a YAML file or the points of a sweep."""
 
 import itertools
+import json
 from collections.abc import Collection
 from typing import Any
 
@@ -12,7 +13,8 @@ from recipes.summary import PLAIN, name_variant
 
 # what must be the same for a comparison to say anything
 SHARED = {"task", "data", "dataset_name", "dataset_config_name", "split", "target", "seed", "seeds", "held_out"}
-SHARED |= {"validation", "max_eval_samples", "output_dir", "smoke", "stride", "normalize"}
+SHARED |= {"validation", "max_eval_samples", "output_dir", "smoke", "stride", "normalize", "max_seconds", "too_long"}
+SHARED_BY_RECIPE = {"language_modeling": {"tokenizer", "train_tokenizer"}}  # since perplexity is that of a token
 FILTERS = OF_FILTERS | {"filter", "import"}
 BASELINE: dict[str, dict[str, Any]] = {PLAIN: {"filter": "none"}}
 
@@ -29,7 +31,7 @@ def choose_variants(
     if taken := [name for name in chosen if name_variant(name) == name_variant(PLAIN)]:
         raise GraphFilterError(f"a comparison has its own baseline: give the variant {taken[0]!r} another name")
     changed = {key: name for name, overrides in chosen.items() for key in overrides}
-    if fixed := sorted(changed.keys() & SHARED):
+    if fixed := sorted(changed.keys() & (SHARED | SHARED_BY_RECIPE.get(settings.recipe.name, set()))):
         raise GraphFilterError(
             f"{changed[fixed[0]]!r} changes {fixed[0]}, which all models of a comparison share: give --{fixed[0]} for "
             "all of them"
@@ -52,7 +54,10 @@ def _choose(
         raise GraphFilterError("--variants chooses from the `variants` of a YAML file, which this comparison has not")
     if sweep is not None:
         axes = dict(axis.partition("=")[::2] for axis in sweep) or sections["sweep"]
-        axes = {k: v.split(",") if isinstance(v, str) else [str(x) for x in v] for k, v in axes.items()}
+        axes = {
+            k: v.split(",") if isinstance(v, str) else [_as_text(x, k in settings.actions) for x in v]
+            for k, v in axes.items()
+        }
         if not axes or not all(all(v) for v in axes.values()):
             raise GraphFilterError("--sweep needs axes, K=2,3,4 layers=all,even, or a `sweep` in the YAML file")
         if values.get("filter") == "none":
@@ -66,12 +71,21 @@ def _choose(
             chosen[", ".join(f"{k}={v}" for k, v in point_values.items())] = overrides
         return chosen
     if named := sections["variants"]:
+        if name := sections.get("filter"):
+            raise GraphFilterError(f"--filter {name}: the `variants` of the YAML file name their filters, leave it out")
         if unknown := [name for name in only or () if name not in named]:
             raise GraphFilterError(f"--variants {unknown[0]!r}: the YAML file has {', '.join(map(repr, named))}")
         return {name: overrides or {} for name, overrides in named.items() if only is None or name in only}
     if values.get("filter") == "none":
         raise GraphFilterError("nothing to compare: --filter is none, and the YAML file has no `variants`")
     return {values.get("filter", "gfsa"): {}}
+
+
+def _as_text(value: Any, is_setting: bool) -> str:
+    """Return a value of a YAML file as it is written on the command line, that of an option of the filter in JSON."""
+    if is_setting or isinstance(value, str):
+        return str(value)
+    return json.dumps(value, separators=(",", ":"), default=str)
 
 
 def drop_others(

@@ -120,7 +120,13 @@ def test_the_table_is_run_shown_and_written(compared, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [(["--tasks", "cola"], "has listops"), (["--versus", "x"], "has baseline")]
+    ("flags", "message"),
+    [
+        (["--tasks", "cola"], "has listops"),
+        (["--versus", "x"], "has baseline"),
+        (["--variants", "no such"], "--variants 'no such': the table has 'agf', "),
+        (["--fresh"], "--show runs nothing and --fresh begins again"),
+    ],
 )
 def test_what_a_table_does_not_have(compared, flags, message):
     with pytest.raises(GraphFilterError, match=message):

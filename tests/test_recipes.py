@@ -192,6 +192,10 @@ def test_the_settings_of_the_papers(recipe, config, task, expected):
         (["--task", "cola", "--push_to_hub", "--save_strategy", "no"], "needs a saved checkpoint"),
         (["--task", "cola", "--early_stopping_patience", "2", "--eval_strategy", "no"], "needs --eval_strategy"),
         (["--task", "cola", "--early_stopping_patience", "2"], "needs --metric_for_best_model, loss or another"),
+        (
+            ["--task", "cola", "--from_scratch", "n_layer=1", "--train_tokenizer", "300", "--tokenizer", "bert"],
+            "--train_tokenizer 300 and --tokenizer bert exclude each other",
+        ),
         (["--task", "cola", "--layers", "evn"], "layers='evn': a text is 'all'"),
         ([], "no task given"),
     ],
@@ -332,12 +336,13 @@ def test_official_files_are_read_as_they_are(tmp_path):
             "row 1 has the label 'maybe', expected entailment or not_entailment",
         ),
         ("sentence1\tsentence2\tlabel\na\tb\t2\n", "row 1 has the label '2'"),
+        ('[{"sentence1": "a", "sentence2": "b", "label": 1.7}]', "train.json: row 1 has the label 1.7, expected"),
     ],
 )
 def test_wrong_data_is_one_clear_error(train, message, tmp_path):
     (tmp_path / "dev.tsv").write_text("sentence1\tsentence2\tlabel\na\tb\tentailment\n")
     if train is not None:
-        (tmp_path / "train.tsv").write_text(train)
+        (tmp_path / f"train.{'json' if train.startswith('[') else 'tsv'}").write_text(train)
     with pytest.raises(GraphFilterError, match=message):
         glue.load.__wrapped__("rte", str(tmp_path))
 
@@ -835,6 +840,20 @@ def test_a_comparison_says_what_else_differs(capsys):
         name = sweep[0].partition("=")[0]
         with pytest.raises(GraphFilterError, match=f"changes {name}, which all models of a comparison share"):
             choose_variants(settings, values, sections, sweep)
+    speech_settings = Settings(speech.RECIPE)
+    recordings, _ = speech_settings.parse(["--config", "speech/small.yaml", "--task", "digits", "--data", "d"])
+    texts_settings = Settings(language_modeling.RECIPE)
+    texts, _ = texts_settings.parse([*DECODER, "--task", "text", "--data", "d"])
+    for of_task, given, sweep in (
+        (speech_settings, recordings, "max_seconds=1,3"),
+        (speech_settings, recordings, "too_long=skip,cut"),
+        (texts_settings, texts, "train_tokenizer=261,300"),
+        (texts_settings, texts, "tokenizer=words"),
+    ):
+        with pytest.raises(GraphFilterError, match="which all models of a comparison share"):
+            choose_variants(of_task, given, {"sweep": {}, "variants": {}}, [sweep])
+    choose_variants(speech_settings, recordings, {"sweep": {}, "variants": {}}, ["train_tokenizer=261,300"])
+    capsys.readouterr()
     choose_variants(settings, values, sections, ["K=2,3", "filter_lr=1e-3", "layers=all,even"])
     assert not capsys.readouterr().err
     choose_variants(settings, values, sections, ["learning_rate=1e-5,1e-2"])
@@ -846,6 +865,16 @@ def test_the_filter_of_others_does_not_change_the_plain_model():
     b = {"filter": "none", "filter_lr": 1e-3, "filter_options": [], "layers": "even"}
     assert identities.list_differences(a, b) == []
     assert identities.list_differences(a | {"filter": "gfsa"}, b | {"filter": "gfsa"}) == [*sorted(a)][1:]
+    a, b = ({**settings, "contents": {"import": text}} for settings, text in ((a, "1"), (b, "2")))
+    assert identities.list_differences(a, b) == [], "which the baseline does not use"
+
+
+def test_options_have_no_order():
+    for name in ("filter_options", "from_scratch", "model_options"):
+        options = {name: ["K=5", "w_K=0.1"]}
+        assert identities.list_differences(options, {name: ["w_K=0.1", "K=5"]}) == []
+        assert identities.list_differences(options, {name: ["w_K=0.1", "K=4"]}) == [name]
+        assert identities.list_differences(options, {name: ["K=5"]}) == [name]
 
 
 @pytest.mark.parametrize(
@@ -963,7 +992,7 @@ def test_texts_of_one_s_own_are_the_task(monkeypatch, tmp_path, capsys):
     assert seen == [str(made["a"])]
     with pytest.raises(SystemExit):
         runs.main(recipe, [*argv, str(made["b"])])
-    assert "holds a run with other settings (data, the files of data differ)" in capsys.readouterr().err
+    assert "holds a run with other settings (the files of data differ)" in capsys.readouterr().err
     with pytest.raises(GraphFilterError, match="1 lines leave nothing to validate on"):
         language_modeling.load.__wrapped__("text", str(made["a"]))
 
@@ -1010,6 +1039,33 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     assert settings.list_differences({"task": "texts", "data": texts[0]["data"]}, texts[1]) == ["data"], (
         "an earlier record"
     )
+
+
+@pytest.mark.parametrize("task", ["text", "cola"])
+def test_files_that_are_no_data_do_not_change_a_run(task, tmp_path):
+    """Notes, hidden files and those in hidden folders; earlier records count the last."""
+
+    def of_now():
+        identities.hash_files.cache_clear()
+        identities.hash_sizes.cache_clear()
+        return identities.identity({"task": task, "data": str(tmp_path)})
+
+    (tmp_path / "train.txt").write_text("one two")
+    bare = of_now()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index").write_text("1")
+    earlier = of_now()
+    earlier["contents"].pop("visible data")
+    assert identities.list_differences(earlier, of_now()) == []
+    (tmp_path / "README.md").write_text("notes")
+    (tmp_path / ".DS_Store").write_text("stray")
+    before = of_now()
+    (tmp_path / ".git" / "index").write_text("2")
+    for other in (bare, before):
+        assert identities.list_differences(other, of_now()) == []
+    (tmp_path / "train.txt").write_text("two one")
+    for other in (bare, before, earlier):
+        assert identities.list_differences(other, of_now()) == ["the files of data"]
 
 
 def test_the_transcripts_of_many_recordings_are_known_again(tmp_path):
@@ -1436,6 +1492,40 @@ def test_a_comparison_of_some_variants_only():
             compare.choose_variants(settings, values, found, sweep, ["agf"])
 
 
+@pytest.mark.parametrize("name", ["agf", "none"])
+def test_the_filter_of_a_flag_is_not_that_of_named_variants(name):
+    settings = Settings(sequences.RECIPE)
+    argv = ["--config", "sequences/lra-small", "--task", "listops", "--filter", name]
+    with pytest.raises(GraphFilterError, match=f"--filter {name}: the `variants` of the YAML file name their filters"):
+        choose_variants(settings, *settings.parse(argv))
+    assert len(choose_variants(settings, *settings.parse([*argv[:-1], "agf"]), ["residual=1,2"])) == 3, "a sweep"
+
+
+def test_a_variant_imports_its_filter(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_FILTER.format(name="recipes-test-variant"))
+    variant = {"filter": "recipes-test-variant", "import": [str(tmp_path / "mine.py")]}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"model": "m", "variants": {"mine": variant}}))
+    settings = Settings(glue.RECIPE)
+    values, sections = settings.parse(["--config", str(tmp_path / "a.yaml"), "--task", "cola", "--use_cpu"])
+    variant = settings.override(values, choose_variants(settings, values, sections)["mine"])
+    settings.check(variant)
+    assert variant["filter"] == "recipes-test-variant"
+
+
+def test_the_sweep_of_a_file_is_written_as_options_are(tmp_path):
+    axes = {"residual": [True, False], "bf16": [True], "learn": [["w_0", "w_K"], "w_K"]}
+    content = {"model": "m", "filter": "singularformer", "sweep": axes}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    settings = Settings(glue.RECIPE)
+    values, sections = settings.parse(["--config", str(tmp_path / "a.yaml"), "--task", "cola", "--use_cpu"])
+    points = choose_variants(settings, values, sections, [])
+    assert [*points][1] == 'residual=true, bf16=True, learn=["w_0","w_K"]', "settings keep their names"
+    assert points["residual=false, bf16=True, learn=w_K"]["filter_options"] == ["residual=false", "learn=w_K"]
+    del sections["sweep"]["learn"]
+    for overrides in choose_variants(settings, values, sections, []).values():
+        settings.check(settings.override(values, overrides))
+
+
 @pytest.mark.parametrize("name", ["plain", "baseline"])
 def test_no_variant_takes_the_place_of_the_baseline(name):
     settings = Settings(sequences.RECIPE)
@@ -1475,6 +1565,19 @@ def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):
     found = json.loads((tmp_path / "glue-cola-sweep.json").read_text())
     assert list(found["summary"]) == [*names, "K=2, layers=all"], "what was run before stays"
     assert len(found["runs"]) == 6
+
+
+def test_a_sweep_is_drawn_in_its_order_where_a_run_diverged(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(summary, "save_figure", lambda figure, file: figures.append(figure))
+    values = {"plain": 0.5, "K=2, a": math.nan, "K=3, a": 0.3, "K=4, a": 0.4, "K=2, b": 0.2, "K=3, b": 0.3}
+    content = {"metric": "test/wer", "model": "m", "task": "t"}
+    content["summary"] = {name: {"values": {"1": value}} for name, value in values.items()}
+    summary.plot_sweep(content, tmp_path / "sweep.png")
+    axes = figures[0].axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "3", "4"]
+    drawn = [line[0].get_xydata().tolist() for line in axes.containers]
+    assert drawn == [[[1, 0.3], [2, 0.4]], [[0, 0.2], [1, 0.3]]]
 
 
 @pytest.mark.parametrize(
