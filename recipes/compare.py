@@ -127,16 +127,17 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         for seed, variant in missing:
             tell(console, f"{name_variant(variant)}, seed {seed}")
             folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
-            start_time = time.monotonic()
+            is_finished, start_time = (folder / records.RECORD).is_file(), time.monotonic()
             try:
                 record = runs.run_seed(settings, resolved[variant], seed, folder, console)
             except LockedError:
                 if os.environ.get("WORLD_SIZE", "1") != "1":
                     raise  # only the first process knows of it
                 continue
-            seconds.append(time.monotonic() - start_time)
             content = add({"variant": variant, **record})
-            tell(console, say_progress(seconds, len(list_missing(wanted, content))))
+            if not is_finished:  # by another command, in no time here
+                seconds.append(time.monotonic() - start_time)
+                tell(console, say_progress(seconds, len(list_missing(wanted, content))))
         if missing := list_missing(wanted, content):
             records.wait_for_others(len(missing), waits, console)
             waits += 1

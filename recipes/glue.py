@@ -29,6 +29,7 @@ from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
 from recipes.arguments import GlueArguments
 from recipes.data import cut, encode, encode_labels, first_file, iterate_texts, load_from_hub, make_table, read_rows
+from recipes.errors import note
 from recipes.inputs import PADDED_TO, check_room, longest_of
 from recipes.models import build_model, load_tokenizer
 from recipes.own_texts import load_own
@@ -106,8 +107,17 @@ def load(name: str, folder: str | None) -> DatasetDict:
             continue  # the subsets have none
         file = first_file(root, names)
         rows = read_rows(file, task.header)
+        rows = drop_broken(rows, file) if name == "qqp" else rows
         parts[part] = encode_labels(make_table(rows, task.columns, file), task.labels, file)
     return DatasetDict(parts)
+
+
+def drop_broken(rows: list[dict], file: Path) -> list[dict]:
+    """Return the rows that have all columns: in the official training part of QQP, line breaks cut a few."""
+    whole = [row for row in rows if None not in row.values()]
+    if len(whole) < len(rows):
+        note(f"{file}: {len(rows) - len(whole)} of {len(rows)} rows are broken and left out")
+    return whole
 
 
 def movie_snippets() -> DatasetDict:

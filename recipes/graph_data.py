@@ -126,8 +126,8 @@ def _prepare(settings: tuple[str, ...], structure: str) -> tuple[dict[str, Graph
     parts = {}
     for part, rows in readers.items():
         cached = folder / f"{settings[0]}-{part}-{key}.safetensors"
-        if cached.is_file():
-            parts[part] = GraphDataset.load(cached)
+        if (loaded := _load_cached(cached)) is not None:
+            parts[part] = loaded
         else:
             config = GraphormerConfig(**json.loads(structure))
             try:
@@ -139,6 +139,15 @@ def _prepare(settings: tuple[str, ...], structure: str) -> tuple[dict[str, Graph
         if parts[part].skipped:
             note(f"{settings[0]}, {part} part: {len(parts[part])} graphs{parts[part].describe_skipped()}")
     return parts, split
+
+
+def _load_cached(file: Path) -> GraphDataset | None:
+    """Return the prepared graphs of a file; None where there is none, or none that is whole, which is said."""
+    try:
+        return GraphDataset.load(file) if file.is_file() else None
+    except GraphFilterError as error:
+        note(f"ignored: {line(error)}")
+        return None
 
 
 Rows = Callable[[], Iterable[Any]]

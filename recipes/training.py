@@ -203,8 +203,9 @@ def measure_outcome(
     """Return what is recorded of a run that began at ``start``.
 
     Returns:
-        ``metrics`` (``split/name`` to value), ``train_seconds``, ``steps``, ``filter_parameters``, ``coefficients``
-        (mean over heads, by patched layer) and ``moved`` (mean distance of each kind from its start).
+        ``metrics`` (``split/name`` to value), ``train_seconds`` (of a run that resumed, since then), ``steps``,
+        ``filter_parameters``, ``coefficients`` (mean over heads, by patched layer) and ``moved`` (mean distance of each
+        kind from its start).
     """
     coefficients: dict[str, list[float]] = {}
     distances: dict[str, list[float]] = {}

@@ -544,8 +544,10 @@ def recipe(tmp_path, monkeypatch):
     return run
 
 
-def test_recipe_of_graphs_in_json_lines(recipe, tmp_path):
+def test_recipe_of_graphs_in_json_lines(recipe, tmp_path, capsys):
     """Without edge features in some graphs, with two targets of which one is missing; paths are cached."""
+    from recipes import graph_data
+
     config = config_with(num_labels=2)
     for part in ("train", "valid", "test"):
         graphs = [random_graph(nodes, config, nodes) for nodes in (3, 4, 5)]
@@ -558,7 +560,13 @@ def test_recipe_of_graphs_in_json_lines(recipe, tmp_path):
     assert record["metrics"]["test/mae"] == pytest.approx(np.mean(of_targets))
     assert {"test/rmse", "validation/mae"} <= record["metrics"].keys()
     assert record["moved"]
-    assert len(list((tmp_path / "cache" / "hf_graphfilter").iterdir())) == 3
+    cached = sorted((tmp_path / "cache" / "hf_graphfilter").iterdir())
+    assert len(cached) == 3
+    cached[0].write_bytes(cached[0].read_bytes()[:-9])
+    shutil.rmtree(tmp_path / "out")
+    graph_data._prepare.cache_clear()
+    assert recipe("--task", "graphs", "--data", tmp_path)["metrics"]["test/mae"] == record["metrics"]["test/mae"]
+    assert f"ignored: {cached[0]} cannot be read" in capsys.readouterr().err
 
 
 def test_a_graph_run_keeps_its_best_checkpoint(recipe, tmp_path, transformers_warnings):

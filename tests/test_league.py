@@ -336,6 +336,12 @@ def test_means_of_the_same_right_answers_are_level():
     assert round_score(one) == round_score(other)
 
 
+def test_a_task_that_refuses_all_is_left_out(trained):
+    found, own = played(trained), league()
+    found = {run: {"refused": "no"} if run.task == "ptb" else record for run, record in found.items()}
+    assert [*own.scores(found, own.stages[0])] == ["reviews"]
+
+
 def test_of_equal_rates_the_one_of_the_lower_loss_is_taken(trained):
     found = played(trained)
     rates = league().rates[league().tune["gfsa"]]

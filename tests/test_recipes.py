@@ -324,6 +324,16 @@ def test_official_files_are_read_as_they_are(tmp_path):
     assert data["validation"][0] == {"text_a": "e", "text_b": "f", "label": 1}
 
 
+def test_broken_rows_of_qqp_are_left_out_and_counted(tmp_path, capsys):
+    rows = ["id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "1\t1\t2\ta\tb\t0"]
+    (tmp_path / "dev.tsv").write_text("\n".join(rows))
+    file = tmp_path / "train.tsv"
+    file.write_text("\n".join([*rows, "2\t3\t4\ta broken", " question\tc\t1", "3\t5\t6\td\te\t1"]))
+    data = glue.load.__wrapped__("qqp", str(tmp_path))
+    assert (data["train"]["text_a"][:], data["train"]["label"][:]) == (["a", "d"], [0, 1])
+    assert capsys.readouterr().err.splitlines() == [f"{file}: 2 of 4 rows are broken and left out"]
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [
@@ -721,6 +731,15 @@ def test_one_command_at_a_time_has_a_run(asked, capsys):
     assert locked in capsys.readouterr().err
     assert record(Path("run")) == before
     assert len(asked) == 1
+
+
+def test_runs_that_were_found_finished_do_not_shorten_the_time_that_is_left(asked, capsys):
+    compare.main([*README_COMPARISON, "--variants", "even layers"])
+    assert capsys.readouterr().out.count("done in ") == 2
+    Path("runs/glue/glue-cola.json").unlink()
+    compare.main([*README_COMPARISON, "--seeds", "1", "2", "--variants", "even layers"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert (said.count("finished before"), said.count("done in ")) == (2, 2)
 
 
 def test_two_commands_share_a_comparison(asked, capsys, monkeypatch):

@@ -218,7 +218,7 @@ class League:
         for task in stage.tasks:
             variants = [variant for variant in playing if not self.find_refusal(found, task, variant)]
             runs = {variant: self.select_runs(found, task, variant, stage.seeds) for variant in variants}
-            if shared := set.intersection(*({*records} for records in runs.values())):
+            if runs and (shared := set.intersection(*({*records} for records in runs.values()))):
                 means[task] = dict.fromkeys(playing, -math.inf)
                 for variant, records in runs.items():
                     values = (self.score(Run(task, variant, seed, 0.0), records[seed]) for seed in shared)
