@@ -76,7 +76,7 @@ class Settings:
         }
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (settings, ``variants`` and ``sweep`` of the YAML file, with the ``filter`` that the flags name)."""
+        """Return (settings, ``variants`` and ``sweep`` of the YAML file, with the ``filter`` if the flags name one)."""
         try:
             namespace, unknown = self.parser.parse_known_args([self._resolve_alias(word) for word in argv])
         except argparse.ArgumentError as error:
@@ -115,7 +115,8 @@ class Settings:
             if is_main_process():
                 print("this machine computes slowly in bf16, or not at all: float32 (--bf16 insists)", file=sys.stderr)
         self.check(values)
-        return values, {name: sections[name] for name in ("variants", "sweep")} | {"filter": flags.get("filter")}
+        named = {"filter": flags["filter"]} if "filter" in flags else {}
+        return values, {name: sections[name] for name in ("variants", "sweep")} | named
 
     def _resolve_alias(self, word: str) -> str:
         """Return a flag under the name that this recipe has for it; anything else as it is."""
