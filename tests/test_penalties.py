@@ -414,7 +414,10 @@ def test_what_cannot_be_counted_right_is_refused(tmp_path):
     args.deepspeed = "zero.json"
     with pytest.raises(GraphFilterError, match="DeepSpeed scales the loss"):
         OrthogonalityCallback().on_train_begin(args, None, None, model=model())
-    args.deepspeed, args._n_gpu = None, 2
+    args.deepspeed, args.deepspeed_plugin = None, SimpleNamespace()  # as `accelerate launch` sets it
+    with pytest.raises(GraphFilterError, match="DeepSpeed scales the loss"):
+        OrthogonalityCallback().on_train_begin(args, None, None, model=model())
+    args.deepspeed_plugin, args._n_gpu = None, 2
     with pytest.raises(GraphFilterError, match="DataParallel is not supported"):
         OrthogonalityCallback().on_train_begin(args, None, None, model=model())
     args._n_gpu = 1
@@ -422,6 +425,40 @@ def test_what_cannot_be_counted_right_is_refused(tmp_path):
         OrthogonalityCallback().on_train_begin(args, None, None, model=model(gamma=0.0))
     with pytest.raises(GraphFilterError, match="has no blended layer"):
         BlendSchedule().on_train_begin(args, TrainerState(max_steps=1), None, model=model())
+
+
+def test_a_trainer_takes_one_callback_for_all_losses(tmp_path, transformers_warnings):
+    """Each would replace the other in the filters, so that its losses were left out silently."""
+    with pytest.raises(GraphFilterError, match="pass one RegularizerCallback with the weights of all losses"):
+        train(tmp_path, model(), callbacks=[RegularizerCallback({"orthogonality": 1.0})])
+    transformers_warnings.clear()  # transformers' own, if both have one class
+
+
+class Interruption(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_a_callback_that_is_removed_after_an_interruption_adds_nothing(tmp_path):
+    callback, interruption = OrthogonalityCallback(GAMMA), Interruption()
+    patched, options = model(), {"gamma": None, "callbacks": [callback, interruption]}
+    trainers = []
+
+    class Kept(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, patched, trainer=Kept, **options)
+    trainers[0].remove_callback(callback)
+    trainers[0].remove_callback(interruption)
+    patched.load_state_dict(model().state_dict())
+    before = state(patched)
+    trainers[0].train()
+    expected, _ = train(tmp_path, model(), gamma=None)
+    assert_equal({name: before[name] - tensor for name, tensor in state(patched).items()}, expected)
+    assert "ortho_loss" not in trainers[0].state.log_history[0]
 
 
 def test_the_loop_by_hand_says_what_is_missing(transformers_warnings):

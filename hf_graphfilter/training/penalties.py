@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import ParallelMode
 
 from ..errors import GraphFilterError, is_number, shown
@@ -43,7 +43,8 @@ class RegularizerCallback(LoggingCallback):
 
     Raises:
         GraphFilterError: a weight is negative. When training begins: no filter declares such a loss, every weight is 0,
-            or the run uses ``torch.nn.DataParallel`` or DeepSpeed, which would count the loss wrongly.
+            the Trainer has another such callback, or the run uses ``torch.nn.DataParallel`` or DeepSpeed, which would
+            count the loss wrongly.
 
     Example:
         ``Trainer(model, args, train_dataset=data, callbacks=[RegularizerCallback({"orthogonality": 1e-2})]).train()``
@@ -60,13 +61,19 @@ class RegularizerCallback(LoggingCallback):
         filters, name = penalised_filters(model, self.weights, self.options), type(self).__name__
         if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED and args.n_gpu > 1:
             raise GraphFilterError(f"{name}: torch.nn.DataParallel is not supported; use torchrun (DDP)")
-        if args.deepspeed:
+        if args.deepspeed or args.deepspeed_plugin:  # from the arguments or by `accelerate launch`
             raise GraphFilterError(f"{name}: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP")
         self.added = GradientAdder(self.weights, self.options, find_rerun(model))
         if trainer := find_caller(Trainer):
+            callbacks = trainer.callback_handler.callbacks
+            if sum(isinstance(callback, RegularizerCallback) for callback in callbacks) > 1:
+                raise GraphFilterError(
+                    f"{name}: the Trainer has several callbacks that add losses of the filters; pass one "
+                    "RegularizerCallback with the weights of all losses"
+                )
             step = trainer.training_step
             inner = step.inner if isinstance(step, _Step) else step  # left over from an interrupted training
-            trainer.training_step = _Step(inner, filters, self.added)  # type: ignore[method-assign]
+            trainer.training_step = _Step(inner, filters, self, callbacks)  # type: ignore[method-assign]
         else:
             record(filters, self.added)
 
@@ -94,11 +101,19 @@ class RegularizerCallback(LoggingCallback):
 class _Step:
     """A Trainer's ``training_step`` with the losses of the filters; outside of a step the filters record nothing."""
 
-    def __init__(self, inner: Callable[..., Tensor], filters: list[GraphFilter], added: GradientAdder):
-        self.inner, self.filters, self.added = inner, filters, added
+    def __init__(
+        self,
+        inner: Callable[..., Tensor],
+        filters: list[GraphFilter],
+        callback: RegularizerCallback,
+        callbacks: list[TrainerCallback],
+    ):
+        self.inner, self.filters, self.callback, self.callbacks = inner, filters, callback, callbacks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        record(self.filters, self.added)
+        if self.callback not in self.callbacks:  # it was removed after an interrupted training
+            return self.inner(*args, **kwargs)
+        record(self.filters, self.callback.added)
         try:
             return self.inner(*args, **kwargs)
         finally:
