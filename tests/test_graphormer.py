@@ -520,6 +520,24 @@ def test_molecules_from_smiles():
     assert from_smiles("[Na+].[Cl-]")["edge_index"].shape == (2, 0)
 
 
+@pytest.mark.parametrize("silenced", [False, True])
+def test_reading_molecules_leaves_the_logs_of_rdkit_as_they_were(silenced):
+    pytest.importorskip("rdkit")
+    from rdkit import RDLogger, rdBase
+
+    try:
+        if silenced:
+            RDLogger.DisableLog("rdApp.*")
+        before = rdBase.LogStatus()
+        from_smiles("CCO")
+        with pytest.raises(GraphFilterError):
+            from_smiles("no molecule")
+        assert rdBase.LogStatus() == before
+    finally:
+        for level in ("warning", "error"):
+            RDLogger.EnableLog(f"rdApp.{level}")
+
+
 # --------------------------------------------------------------------------------------------------------- the recipe
 
 TINY = "--from_scratch hidden_size=16 num_attention_heads=2 intermediate_size=16 num_hidden_layers=1 --max_steps 2"

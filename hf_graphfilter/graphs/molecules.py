@@ -82,11 +82,7 @@ def _find_index(value: Any, values: Sequence[Any]) -> int:
 @contextlib.contextmanager
 def silence_rdkit() -> Iterator[None]:
     """Keep RDKit from printing why it cannot read a molecule, which the error says."""
-    from rdkit import RDLogger
+    from rdkit.rdBase import BlockLogs
 
-    logger: Any = RDLogger  # has no types
-    logger.DisableLog("rdApp.*")
-    try:
+    with BlockLogs():  # which leaves the user's own settings as they were
         yield
-    finally:
-        logger.EnableLog("rdApp.*")
