@@ -1,14 +1,20 @@
 """The ordinary Trainer on a patched model."""
 
+import json
 from functools import partial
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from models import FAMILIES, checkpointed, turn_on
+from test_pipelines import TEXTS, tokenizer
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertLMHeadModel,
+    EncoderDecoderModel,
     GPT2LMHeadModel,
     PrinterCallback,
     ProgressCallback,
@@ -190,6 +196,80 @@ def test_a_run_without_a_filter_does_not_resume_with_one(tmp_path):
     with pytest.raises(GraphFilterError, match=r"checkpoint-3 was trained without a filter, .* begin a new run"):
         trainer(tmp_path / "b", patched).train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in state(patched).items())
+
+
+@pytest.mark.parametrize("only_model", [True, False])
+def test_a_run_does_not_resume_with_more_layers(only_model, tmp_path):
+    few, many = (BertForSequenceClassification(FAMILIES["bert"].config) for _ in range(2))
+    trainer(tmp_path / "a", patch_model(few, layers=[0, 2]), save_only_model=only_model).train()
+    resumed = trainer(tmp_path / "b", patch_model(many))
+    name = "bert.encoder.layer.1.attention.self"
+    with pytest.raises(GraphFilterError, match=f"checkpoint-3 was trained with no filter at {name}, and the model has"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_run_resumes_if_a_part_was_patched_before(tmp_path, transformers_warnings):
+    """The record is then in the config of the part."""
+    patch_model(FAMILIES["bert"].build(), K=3).save_pretrained(tmp_path / "encoder")
+    config = BertConfig(**{**FAMILIES["bert"].config.to_dict(), "is_decoder": True, "add_cross_attention": True})
+    BertLMHeadModel(config).save_pretrained(tmp_path / "decoder")
+
+    def build():
+        composite = EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "encoder", tmp_path / "decoder")
+        composite.config.decoder_start_token_id, composite.config.pad_token_id = 1, 0
+        return composite
+
+    trainer(tmp_path / "a", whole := build(), train_dataset=Text(), save_steps=3).train()
+    checkpoint = str(tmp_path / "a" / "checkpoint-3")
+    assert "graph_filter" not in json.loads(Path(checkpoint, "config.json").read_text())
+    trainer(tmp_path / "b", resumed := build(), train_dataset=Text()).train(resume_from_checkpoint=checkpoint)
+    assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(resumed).items())
+    patch_model(FAMILIES["bert"].build(), K=5).save_pretrained(tmp_path / "encoder")
+    with pytest.raises(GraphFilterError, match=r"with .*K=3.* at encoder.encoder.layer.0.* the model has .*K=5"):
+        trainer(tmp_path / "c", build(), train_dataset=Text()).train(resume_from_checkpoint=checkpoint)
+    transformers_warnings.clear()  # about deprecated losses
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("encoders", [0, 2])
+def test_a_sentence_transformer_without_exactly_one_encoder_resumes(encoders, tmp_path, transformers_warnings):
+    """The filter of two encoders is in the first."""
+    package = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    FAMILIES["bert"].build().save_pretrained(tmp_path / "encoder")
+    tokenizer().save_pretrained(tmp_path / "encoder")
+
+    def build_road():
+        return [modules.Transformer(str(tmp_path / "encoder")), modules.Pooling(32)]
+
+    def train(folder, resume=None):
+        set_seed(0)
+        if encoders:
+            module = modules.Router.for_query_document(build_road(), build_road())
+            patch_model(module.sub_modules["query"][0].model)
+        else:
+            module = modules.StaticEmbedding(tokenizer().backend_tokenizer, embedding_dim=8)
+        sentences = package.SentenceTransformer(modules=[module], device="cpu")
+        args = package.SentenceTransformerTrainingArguments(
+            str(tmp_path / folder),
+            max_steps=2,
+            save_steps=1,
+            per_device_train_batch_size=4,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            router_mapping={"anchor": "query", "positive": "document"} if encoders else {},
+        )
+        data = datasets.Dataset.from_dict({"anchor": TEXTS[:1] * 8, "positive": TEXTS[1:2] * 8})
+        loss = losses.MultipleNegativesRankingLoss(sentences)
+        package.SentenceTransformerTrainer(sentences, args, data, loss=loss).train(resume_from_checkpoint=resume)
+        return state(sentences)
+
+    whole, resumed = train("a"), train("b", str(tmp_path / "a" / "checkpoint-1"))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
+    transformers_warnings.clear()  # the rate of the filter, and the use of the package
 
 
 @pytest.mark.parametrize("forgotten", [True, False])
