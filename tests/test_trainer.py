@@ -364,3 +364,24 @@ def test_coefficients_go_to_the_reporters_and_not_to_the_console(bar, tmp_path, 
     for logs in (early.logs, late.logs, t.state.log_history):
         assert all(names <= entry.keys() for entry in logs if "loss" in entry)
         assert sum("loss" in entry for entry in logs) >= 2
+
+
+def test_two_callbacks_stay_off_the_console_however_often_it_trains(tmp_path, capsys):
+    class Other(CoefficientCallback):
+        """Two callbacks that both keep their numbers to the reporters."""
+
+    t = trainer(tmp_path, max_steps=1)
+    for callback in (CoefficientCallback(), Other()):
+        t.add_callback(callback)
+    (printer,) = (c for c in t.callback_handler.callbacks if isinstance(c, PrinterCallback))
+    depths = []
+    for _ in range(3):
+        t.train()
+        chain = [printer.on_log]
+        while hasattr(chain[-1], "other"):
+            chain.append(chain[-1].on_log)
+        depths.append(len(chain) - 1)
+    assert depths == [2, 2, 2]
+    printed = "".join(capsys.readouterr())
+    assert "'loss'" in printed
+    assert "filter/" not in printed

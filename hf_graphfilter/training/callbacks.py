@@ -63,7 +63,10 @@ class LoggingCallback(TrainerCallback):
             callbacks.insert(0, self)
             self.logged: dict[str, float] = {}
             for printer in callbacks:
-                quiet = self.console or getattr(printer.on_log, "other", None) is self
+                on_log = printer.on_log
+                while isinstance(on_log, _Without) and on_log.other is not self:  # of another callback
+                    on_log = on_log.on_log
+                quiet = self.console or isinstance(on_log, _Without)
                 if isinstance(printer, (PrinterCallback, ProgressCallback)) and not quiet:
                     printer.on_log = _Without(self, printer.on_log)  # type: ignore[method-assign]
 
