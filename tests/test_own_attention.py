@@ -131,6 +131,20 @@ def test_its_filter_has_the_dtype_of_the_model():
     assert {p.dtype for p in filter_parameters(patch_model(network().double(), "gfsa"))} == {torch.float64}
 
 
+def test_its_coefficients_are_float32_where_it_is_made_in_half_precision():
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        built, patched = (GraphFilterAttention(name, HEADS, FEATURES, hidden_size=32) for name in ("agf", None))
+        patch_model(nn.Sequential(patched), "agf")
+    finally:
+        torch.set_default_dtype(default)
+    dtypes = {name: parameter.dtype for name, parameter in built.named_parameters()}
+    assert dtypes == {name: parameter.dtype for name, parameter in patched.named_parameters()}
+    assert torch.bfloat16 in dtypes.values(), "its other weights"
+    assert {tensor.dtype for tensor in built.graph_filter.coefficient_tensors().values()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

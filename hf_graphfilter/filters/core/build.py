@@ -93,7 +93,7 @@ def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
 
 
 def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    """Return ``config.build(site)`` after checking what its author may have forgotten.
+    """Return ``config.build(site)``, with coefficients in float32, after checking what its author may have forgotten.
 
     Raises:
         GraphFilterError: a filter that could not be loaded, split or run afterwards.
@@ -112,6 +112,9 @@ def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
         known = ", ".join(map(repr, typing.get_args(Decoding)))
         raise GraphFilterError(f"{name}: decoding must be one of {known}, got {built.decoding!r}")
     _check_per_head(built, name)
+    for tensor in built.coefficient_tensors().values():  # made in the default dtype, which may be half
+        if tensor.is_floating_point() and tensor.element_size() < 4:
+            tensor.data = tensor.data.float()
     built.register_load_state_dict_pre_hook(_refuse_other)
     return built
 
