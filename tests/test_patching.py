@@ -253,6 +253,30 @@ def test_a_filter_that_fails_to_build_leaves_the_model_as_it_was():
     assert not hasattr(model.config, "graph_filter")
 
 
+@pytest.mark.parametrize(("host", "step"), [("transformers", "routing.watch"), ("torch", "attaching.swap_class")])
+def test_an_interruption_at_a_module_leaves_the_model_as_it_was(host, step, monkeypatch):
+    """Also that module, which already has its filter then."""
+    if host == "transformers":
+        model = FAMILIES["bert"].build()
+        run = functools.partial(output, model, FAMILIES["bert"].inputs())
+    else:
+        layer = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+        run = functools.partial(model, torch.randn(2, 5, 32))
+    expected, state = run(), list(model.state_dict())
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hf_graphfilter.hosts.{host}.{step}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            patch_model(model)
+    assert list(model.state_dict()) == state
+    assert torch.equal(run(), expected)
+    assert len(filter_status(patch_model(model))) == 3
+
+
 def test_a_model_with_nothing_to_patch_lists_what_was_found():
     model = BloomModel(BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4))
     with pytest.raises(

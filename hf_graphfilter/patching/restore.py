@@ -57,16 +57,15 @@ def attach(
             f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the "
             "model before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
         )
-    modules, old_record = [], host.read_record(model)
+    old_record = host.read_record(model)
     try:
         for site, graph_filter in filters:
             host.attach(site, graph_filter)
-            modules.append(site.module)
         if patched_modules(model, required=False):
             host.write_record(model, record)
             remember_weights(host, model)
     except BaseException:
-        host.detach(model, modules)
+        host.detach(model, [site.module for site, _ in filters if CHILD in site.module._modules])
         host.write_record(model, old_record)
         raise
 
@@ -136,9 +135,6 @@ def build_at(config: FilterConfig, site: AttentionSite, model: nn.Module) -> Gra
     device = device_of(owner)
     # in a model on the meta device, a module may hold tensors that are not on it
     to_be_loaded = device is None or any(t.is_meta for t in (*graph_filter.parameters(), *graph_filter.buffers()))
-    for tensor in graph_filter.coefficient_tensors().values():  # made in the default dtype, which may be half
-        if tensor.is_floating_point() and tensor.element_size() < 4:
-            tensor.data = tensor.data.float()
     if not to_be_loaded:
         return graph_filter.to(device=device, dtype=dtype)
     # unsaved buffers get the values of __init__, since reset_parameters need not set them
