@@ -402,6 +402,17 @@ def test_graphs_prepared_with_another_config_are_refused(other):
         GraphCollator(config)([])
 
 
+@pytest.mark.parametrize("name", ["node_features", "in_degree", "kind_edges"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_prepared_graphs_without_a_part_are_refused(name, kept):
+    """``datasets`` keeps a column that only some graphs have, with None in the others."""
+    config = GraphormerConfig(**ZINC)
+    prepared = prepare_graph(CHAIN, config)
+    partial = {key: x for key, x in prepared.items() if key != name} | ({name: None} if kept else {})
+    with pytest.raises(GraphFilterError, match=f"^graph 1 of the batch: it is a prepared graph without {name}: prep"):
+        GraphCollator(config)([prepared, partial])
+
+
 @pytest.mark.parametrize("used", [{"edge_encoding": "direct"}, {"max_hops": 1}])
 def test_graphs_prepared_without_edge_features_are_refused(used):
     prepared = prepare_graph(CHAIN, GraphormerConfig(**ZINC, edge_encoding="none"))
@@ -467,6 +478,8 @@ def test_labels_and_inputs_that_do_not_fit():
         ({"max_hops": 0}, "max_hops must be an integer >= 1"),
         ({"num_labels": 0}, "num_labels must be >= 1"),
         ({"node_feature_sizes": []}, "node_feature_sizes must list"),
+        ({"node_feature_sizes": 28}, "node_feature_sizes must list the number of values of each feature, got 28"),
+        ({"edge_feature_sizes": 4}, "edge_feature_sizes must list the number of values of each feature, got 4"),
         ({"hidden_size": 81}, "no multiple of num_attention_heads"),
         ({"attention_dropout": 1.0}, r"must be in \[0, 1\)"),
         ({"label_std": [0.0]}, "above 0"),

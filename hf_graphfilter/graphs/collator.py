@@ -41,8 +41,9 @@ class GraphCollator:
         config: The config of the model.
 
     Raises:
-        GraphFilterError: A graph raises an error of ``prepare_graph`` (the message gives its place in the batch); or
-            labels are missing in some graphs, have another number than ``num_labels``, or are all NaN.
+        GraphFilterError: A graph raises an error of ``prepare_graph`` (the message gives its place in the batch); a
+            prepared graph lacks an array; or labels are missing in some graphs, have another number than
+            ``num_labels``, or are all NaN.
 
     Example:
         >>> config = GraphormerConfig(node_feature_sizes=[28], edge_feature_sizes=[4])
@@ -71,6 +72,8 @@ class GraphCollator:
         try:
             if isinstance(graph, Mapping) and "pair_kinds" in graph:  # arrays, or lists from ``datasets``
                 entries = {name: x for name, x in graph.items() if name in PADDING or name in ("labels", "directed")}
+                if (missing := next((name for name in PADDING if entries.get(name) is None), None)) is not None:
+                    raise GraphFilterError(f"it is a prepared graph without {missing}: prepare it again")
                 return {name: x if x is None else np.asarray(x) for name, x in entries.items()}
             return prepare_graph(graph, self.config)
         except GraphFilterError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -119,7 +120,8 @@ class GraphormerConfig(PreTrainedConfig):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise GraphFilterError(f"GraphormerConfig: {name} must be an integer >= 1, got {shown(value)}")
         for name, least in (("node_feature_sizes", 1), ("edge_feature_sizes", 0)):
-            sizes = list(getattr(self, name) or ())
+            sizes = getattr(self, name) or ()
+            sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
             if not has_type(sizes, list[int]) or len(sizes) < least or any(size < 1 for size in sizes):
                 raise GraphFilterError(
                     f"GraphormerConfig: {name} must list the number of values of each feature, got {shown(sizes)}"
