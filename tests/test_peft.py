@@ -7,6 +7,7 @@ import pytest
 import torch
 from filters import FILTERS, combinations, filters, llama_or_bert
 from models import FAMILIES, TRANSFORMERS_5_17, turn_on, without_record
+from test_pipelines import tokenizer
 from transformers import BertForMaskedLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_graphfilter import (
@@ -472,3 +473,18 @@ def test_filters_around_a_projection_of_timm_with_lora(tmp_path):
         assert torch.equal(own, other)
     load_filter(copy.deepcopy(plain), tmp_path)
     assert len(filter_status(patch_model(peft.inject_adapter_in_model(config, plain)))) == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_adapters_around_a_sentence_transformer_without_an_encoder():
+    """The hooks leave models alone that hold no single transformers model."""
+    package = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    embedding = modules.StaticEmbedding(tokenizer().backend_tokenizer, embedding_dim=8)
+    sentences = package.SentenceTransformer(modules=[embedding, modules.Dense(8, 4)], device="cpu")
+    model = peft.get_peft_model(sentences, peft.LoraConfig(target_modules=["linear"]))
+    state = peft.get_peft_model_state_dict(model)
+    assert len(state) == 2
+    assert not peft.set_peft_model_state_dict(model, state).unexpected_keys
+    model.delete_adapter("default")
+    assert not model.peft_config

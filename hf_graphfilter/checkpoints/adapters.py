@@ -219,7 +219,7 @@ def _read_configuration(arguments: dict[str, Any]) -> Any:
 
 def _delete_with_filter(original: Function, self: Any, adapter_name: str) -> None:
     original(self, adapter_name)
-    if not self.peft_config:
+    if not self.peft_config and patched_modules(self, required=False):
         copies.drop_copies(base := unwrapped(self))
         if vars(base).get(STARTS):  # the filter came with the adapters
             unpatch_model(base)

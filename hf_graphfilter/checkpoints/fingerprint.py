@@ -129,8 +129,8 @@ def check_record(model: nn.Module, record: Any) -> None:
 
 
 def _find_base(model: nn.Module) -> nn.Module | None:
-    base = unwrapped(model)
     try:
+        base = unwrapped(model)
         host_of(base)
     except GraphFilterError:
         return None
