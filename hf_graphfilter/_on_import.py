@@ -37,10 +37,10 @@ class _Once(importlib.abc.MetaPathFinder):
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                execute(module)  # who only asks for the spec, or is interrupted here, comes again
+                execute(module)  # who only asks for the spec, or fails here or in react, comes again
+                self.react()
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
-                self.react()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

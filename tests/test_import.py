@@ -46,6 +46,28 @@ def test_reactions_to_an_import_outlive_questions_and_interruptions(tmp_path, mo
     del sys.modules["slowly_imported"]
 
 
+def test_a_reaction_that_fails_is_not_left_out_of_the_next_import(tmp_path, monkeypatch):
+    """As a module of HF_GRAPHFILTER_IMPORT with a mistake, which would be forgotten silently."""
+    problems = [ImportError("first"), ImportError("second")]
+
+    def react():
+        if problems:
+            raise problems.pop(0)
+        seen.append(True)
+
+    seen = []
+    (tmp_path / "imported_again.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    when_imported("imported_again", react)
+    for message in ("first", "second"):
+        with pytest.raises(ImportError, match=message):
+            importlib.import_module("imported_again")
+    importlib.reload(importlib.import_module("imported_again"))
+    assert seen == [True], "once"
+    del sys.modules["imported_again"]
+
+
 def test_import_is_light():
     found = run("""
         import sys, transformers
