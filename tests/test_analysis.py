@@ -22,10 +22,14 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
+    Llama4VisionConfig,
+    Llama4VisionModel,
     LlamaConfig,
     LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     SwinConfig,
     SwinModel,
     T5Config,
@@ -308,6 +312,7 @@ def counted(model, batch):
     return reader.found
 
 
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 VISION = {"image_size": 8, "patch_size": 4, **SIZES}
 
 
@@ -336,6 +341,57 @@ def test_two_towers_are_two_stacks():
         GraphFilterError, match=r"vision_model\.\S+ and text_model\.\S+ has several stacks and no encoder"
     ):
         attention_correlation(model, model, [batch])
+
+
+def test_a_layer_that_attends_image_by_image_is_one_layer():
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    text = {"vocab_size": 60, "num_key_value_heads": 2, "rope_parameters": rope, **NO_SPECIAL_TOKENS, **SIZES}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+    special = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **special)).double()
+    ids = torch.randint(1, 49, (2, 9))
+    ids[:, 1], ids[:, 2:6] = 52, 50
+    images = torch.randn(2, 16, 3 * 2 * 4 * 4).double()  # each of 4 x 4 patches
+    grid = torch.tensor([[1, 4, 4]])
+
+    def batch(rows):
+        shared = {"input_ids": ids[rows], "mm_token_type_ids": (ids[rows] == 50).int()}
+        return shared | {"pixel_values": images[rows].flatten(0, 1), "image_grid_thw": grid.expand(len(ids[rows]), -1)}
+
+    together = taylor_error(model, [batch(slice(2))], orders=[3])
+    one_by_one = taylor_error(model, [batch(slice(1)), batch(slice(1, 2))], orders=[3])
+    assert [str(layer) for layer in together.layers()] == ["decoder 0", "decoder 1", "encoder 0", "encoder 1"]
+    assert together.bands.keys() == one_by_one.bands.keys()
+    for name, band in together.bands.items():
+        assert band.samples == 2
+        torch.testing.assert_close(band.mean, one_by_one.bands[name].mean, **FLOAT32)
+    assert {str(layer) for layer in attention_maps(model, batch(slice(1)))[0]} == set(map(str, together.layers()))
+    with pytest.raises(GraphFilterError, match="image by image"):
+        attention_maps(model, batch(slice(2)))
+    tower, tower_batch = model.model.visual, {"hidden_states": images.flatten(0, 1), "grid_thw": grid.expand(2, -1)}
+    assert [band.samples for band in taylor_error(tower, [tower_batch], orders=[3]).bands.values()] == [2, 2]
+
+
+def test_other_numbers_of_texts_than_of_images_have_no_maps():
+    text = {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 3, "bos_token_id": 1, **SIZES}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=8))
+    with pytest.raises(GraphFilterError, match="other numbers of texts and images"):
+        attention_maps(model, {"input_ids": torch.randint(5, 49, (3, 5)), "pixel_values": torch.randn(1, 3, 8, 8)})
+
+
+def test_the_input_of_a_layer_may_have_any_name():
+    sizes = {"image_size": 16, "patch_size": 4, "vision_output_dim": 32, "pixel_shuffle_ratio": 0.5}
+    torch.manual_seed(0)
+    config = Llama4VisionConfig(**SIZES | {"intermediate_size": 128}, **sizes)
+    model = Llama4VisionModel(config).double()  # its encoder calls a layer with hidden_state=
+    images = torch.randn(2, 3, 16, 16).double()
+    together, *alone = (smoothing(model, [batch]) for batch in (images, images[:1], images[1:]))
+    assert [layer.index for layer in together.layers()] == [-1, 0, 1]
+    for layer in range(2):
+        means = [measured[Layer("encoder", layer), "dirichlet"].mean for measured in alone]
+        assert together[Layer("encoder", layer), "dirichlet"].samples == 2
+        torch.testing.assert_close(together[Layer("encoder", layer), "dirichlet"].mean, sum(means) / 2, **FLOAT32)
 
 
 def test_masks_of_other_shapes():

@@ -22,19 +22,23 @@ class MapReader(Reader):
     def __init__(self, filtered: bool = True) -> None:
         self.filtered = filtered
         self.maps: list[dict[Layer, Tensor]] = []  # per sequence: layer to matrix (heads, tokens, tokens)
-        self.first: Layer | None = None
-        self.batch = 0
+        self.start = 0  # of the running batch in maps
 
     def attention(self, call: Call) -> None:
-        self.first = self.first or call.layer
-        if call.layer == self.first:
-            self.batch = len(self.maps)
+        if len(self.maps) == self.start:
             self.maps += [{} for _ in range(len(call.is_token))]
         matrices = list(call.each(call.filtered if self.filtered else call.attention))
-        if len(matrices) != len(self.maps) - self.batch:
-            raise GraphFilterError(f"layer {call.layer} attends within windows, so that it has no map of a whole input")
-        for sequence, matrix in zip(self.maps[self.batch :], matrices, strict=True):
+        sequences = self.maps[self.start :]
+        if len(matrices) != len(sequences) or call.layer in sequences[0]:
+            raise GraphFilterError(
+                f"layer {call.layer} has no map of a whole input: it attends within windows or image by image, or the "
+                "batch has other numbers of texts and images"
+            )
+        for sequence, matrix in zip(sequences, matrices, strict=True):
             sequence[call.layer] = matrix.cpu()
+
+    def outputs(self, outputs: Any, batch: Any) -> None:
+        self.start = len(self.maps)
 
 
 def attention_maps(model: nn.Module, batch: Any, *, filtered: bool = True) -> list[dict[Layer, Tensor]]:
@@ -53,7 +57,7 @@ def attention_maps(model: nn.Module, batch: Any, *, filtered: bool = True) -> li
 
     Raises:
         GraphFilterError: one of the errors of ``smoothing``, the output of a filter is not a matrix times the values,
-            or attention works within windows.
+            attention works within windows or on several images of one input, or texts and images do not come in pairs.
 
     Example:
         >>> import torch

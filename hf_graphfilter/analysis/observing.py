@@ -199,13 +199,13 @@ class _Observer:
 
     def begin(self, batch: Any) -> None:
         self.padding = Padding(self.model, self.sites, batch)
-        self.calls: Counter[str] = Counter()
-        self.layers: Counter[str] = Counter()
+        self.entries, self.layers = Counter[str](), Counter[str]()
 
     def look(self, undo: contextlib.ExitStack) -> None:
         """Register the hooks, and have ``undo`` remove them."""
         for site in self.sites:
             graph_filter = active_filter(site.module)
+            undo.callback(site.module.register_forward_pre_hook(partial(self._count_entry, site)).remove)
             undo.callback(graph_filter.register_forward_pre_hook(self._keep_earlier).remove)
             undo.callback(graph_filter.register_forward_hook(partial(self._read_filter, site)).remove)
         for name, site in layer_modules(self.sites).items():
@@ -213,16 +213,18 @@ class _Observer:
             undo.callback(module.register_forward_pre_hook(partial(self._read_inputs, site), with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(partial(self._read_outputs, site)).remove)
 
+    def _count_entry(self, site: AttentionSite, *_: Any) -> None:
+        self.entries[self.stacks[site.name]] += 1  # a module may call its filter once per image (Qwen2-VL)
+
     def _keep_earlier(self, graph_filter: Any, arguments: tuple[AttentionShift, Tensor]) -> None:
         self.earlier = arguments[0].earlier.copy() if graph_filter.reads_earlier else None
 
     def _read_filter(self, site: AttentionSite, graph_filter: Any, arguments: tuple[Any, ...], output: Tensor) -> None:
         shift, value = arguments
-        stack = self.stacks[site.name]
-        layer = Layer(stack, self.calls[stack])
-        self.calls[stack] += 1
+        layer = Layer(stack := self.stacks[site.name], self.entries[stack] - 1)
         self.tokens = max(self.tokens, value.shape[2])
         is_token = self.padding.find_tokens(site, value.shape[0], value.shape[2], value.device)
+        self.sequences += int(is_token.any(1).sum())  # also where the tokens of all images are one matrix
         module_filter = None if isinstance(graph_filter, _Watch) else graph_filter
         call = Call(layer, shift, value, module_filter, is_token, self.earlier)
         for reader in self.readers:
@@ -230,7 +232,7 @@ class _Observer:
 
     def _read_inputs(self, site: AttentionSite, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if not self.layers[self.stacks[site.name]]:
-            self._send_tokens(site, -1, args[0] if args else kwargs.get("hidden_states"))
+            self._send_tokens(site, -1, kwargs.get("hidden_states", next(iter([*args, *kwargs.values()]), None)))
 
     def _read_outputs(self, site: AttentionSite, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack = self.stacks[site.name]

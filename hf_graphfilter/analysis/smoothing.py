@@ -43,13 +43,16 @@ class SmoothingReader(BandReader[Smoothing]):
                 self.samples[layer, "high_frequency"].add(high_frequency(text))
 
     def attention(self, call: Call) -> None:
-        if not self.matrices or (tokens := self.given.get(call.layer.stack)) is None:
-            return
+        if not self.matrices or (tokens := self.given.pop(call.layer.stack, None)) is None:
+            return  # never what an earlier layer read
         if tokens.shape[:2] != call.is_token.shape:
             return  # attention within windows has its tokens in another order
         for matrix, x, is_token in zip(call.each(call.attention), tokens, call.is_token, strict=True):
             if matrix.shape[-1] > 1:
                 self.samples[call.layer, "dirichlet"].add(dirichlet_energy(matrix, x[is_token]))
+
+    def outputs(self, outputs: Any, batch: Any) -> None:
+        self.given.clear()
 
 
 def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = True, **options: Any) -> Smoothing:
