@@ -529,6 +529,14 @@ def test_tables_and_archives_are_no_texts(name, content, tmp_path):
         lines_of([tmp_path / name])
 
 
+def test_texts_may_come_from_a_pipe():
+    read, write = os.pipe()
+    os.write(write, b"a first text\n\nand a second\n")
+    os.close(write)
+    assert lines_of([Path(f"/dev/fd/{read}")]) == ["a first text", "and a second"]
+    os.close(read)
+
+
 @pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"architectures": 5}, {"architectures": [5]}])
 def test_a_config_written_by_hand_gives_no_traceback(change, cli, tmp_path, transformers_warnings):
     patch_model(FAMILIES["bert"].build()).save_pretrained(tmp_path)

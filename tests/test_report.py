@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -39,6 +40,7 @@ from hf_graphfilter import (
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.analysis.report.scale import load_references
 from hf_graphfilter.cli import app
+from hf_graphfilter.cli.inputs import Images, texts_of
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -219,11 +221,12 @@ def test_what_is_in_the_way_is_said_first(tmp_path):
             invoke(tmp_path / "nowhere", "--text", tmp_path / "texts", "--output", tmp_path / output)
 
 
-def checkpoint(folder):
+def checkpoint(folder, **options):
     bert().save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(49)} | {"[PAD]": 49}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="w0").save_pretrained(folder)
+    options = {"pad_token": "[PAD]", "unk_token": "w0", **options}
+    PreTrainedTokenizerFast(tokenizer_object=words, **options).save_pretrained(folder)
     return folder
 
 
@@ -268,6 +271,34 @@ def test_the_verb_reads_images(tmp_path):
     assert invoke(tmp_path / "vit", "--images", tmp_path / "images", "--output", page).exit_code == 0
     assert "coefficient" not in page.read_text()
     assert "2 images, 34 tokens (at most 17 each)" in page.read_text()
+
+
+@pytest.mark.parametrize("count", [1, 30, 64, 99, 100, 200])
+def test_images_of_a_report_are_of_all_subfolders(count, tmp_path):
+    ViTImageProcessorFast().save_pretrained(tmp_path)
+    for number in range(100):
+        file = tmp_path / "images" / f"class-{number // 10}" / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    files = Images(str(tmp_path), tmp_path / "images", 8, count).files
+    assert len({*files}) == len(files) == min(count, 100)
+    by_class = Counter(file.parent.name for file in files)
+    assert len(by_class) == min(count, 10)
+    assert max(by_class.values()) - min(by_class.values()) <= 1
+
+
+def test_texts_of_a_report_have_a_mask_also_where_the_tokenizer_names_none(tmp_path):
+    folder = checkpoint(tmp_path, model_input_names=["input_ids"])
+    (tmp_path / "texts.txt").write_text("w1 w2 w3\nw4\n")
+    (batch,) = texts_of(str(folder), [tmp_path / "texts.txt"], 8, 16, 8)
+    assert batch["attention_mask"].sum(1).tolist() == [3, 1]
+
+
+def test_a_tokenizer_that_cannot_pad_is_one_sentence(tmp_path):
+    folder = checkpoint(tmp_path, pad_token=None)
+    (tmp_path / "texts.txt").write_text("w1 w2 w3\n")
+    with pytest.raises(GraphFilterError, match="neither pad_token nor eos_token, so that texts cannot be batched"):
+        texts_of(str(folder), [tmp_path / "texts.txt"], 8, 16, 8)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def check_rate(lr: float | None) -> float | None:
 
 
 def tokenizer_of(source: str) -> Any:
-    """Return the tokenizer of a checkpoint, with a token for padding."""
+    """Return the tokenizer of a checkpoint, with a token for padding if it has one that ends texts."""
     from transformers import AutoTokenizer
 
     from ..checkpoints.tokenizer import knows_words
@@ -46,10 +46,12 @@ def lines_of(files: list[Path]) -> list[str]:
     Raises:
         GraphFilterError: a file is a table or binary, or there are no lines.
     """
+    lines: list[str] = []
     for file in files:
-        if file.suffix.lower() in TABLES or b"\0" in file.read_bytes()[:8192]:
+        content = file.read_bytes()  # once: a pipe has nothing to read a second time
+        if file.suffix.lower() in TABLES or b"\0" in content[:8192]:
             raise GraphFilterError(f"{file} is no text file: write its texts into one, each on a line")
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+        lines += [line for line in content.decode(errors="replace").splitlines() if line.strip()]
     if not lines:
         raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts: give a file with one text per line")
     return lines
@@ -74,15 +76,25 @@ def column_of(dataset: str, configuration: str | None, split: str, column: str, 
 
 
 def texts_of(source: str, files: list[Path], count: int, length: int, batch_size: int) -> list[Any]:
-    """Return batches of the first ``count`` lines of files."""
+    """Return batches of the first ``count`` lines of files.
+
+    Raises:
+        GraphFilterError: one of the errors of ``lines_of`` and ``tokenizer_of``, or the tokenizer cannot pad texts.
+    """
     from transformers import AutoConfig
 
     lines, tokenizer = lines_of(files)[:count], tokenizer_of(source)
+    if tokenizer.pad_token is None:
+        raise GraphFilterError(
+            f"{source} has a tokenizer with neither pad_token nor eos_token, so that texts cannot be batched: set its "
+            "pad_token, and save it there"
+        )
+    options = {"padding": True, "truncation": True, "max_length": length, "return_attention_mask": True}
     encoder_decoder = from_source(AutoConfig, source).is_encoder_decoder
     batches = []
     for start in range(0, len(lines), batch_size):
         part = lines[start : start + batch_size]
-        batch = dict(tokenizer(part, padding=True, truncation=True, max_length=length, return_tensors="pt"))
+        batch = tokenizer(part, return_tensors="pt", **options)
         batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
         batches.append(add_decoder_inputs(batch) if encoder_decoder else batch)
     return batches
@@ -104,7 +116,9 @@ class Images:
         files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES)  # one class after the other
         if not files:
             raise GraphFilterError(f"--images: {folder} holds no images ({', '.join(sorted(IMAGES))})")
-        self.files = files if count is None else files[:: max(1, len(files) // count)][:count]  # of all subfolders
+        if count is not None and count < len(files):
+            files = [files[i * len(files) // count] for i in range(count)]  # of all subfolders
+        self.files = files
         random.Random(0).shuffle(self.files)
         self.batch_size = batch_size
         try:
