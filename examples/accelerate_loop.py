@@ -12,7 +12,7 @@ import random
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -48,7 +48,7 @@ model, optimizer, schedule, train_loader, test_loader = accelerator.prepare(
     model,
     optimizer,
     get_linear_schedule_with_warmup(optimizer, 0, batches),
-    DataLoader(train, batch_size=16, shuffle=True, collate_fn=collate),
+    DataLoader(train, batch_size=16, sampler=RandomSampler(train, num_samples=16 * batches), collate_fn=collate),
     DataLoader(test, batch_size=64, collate_fn=collate),
 )
 

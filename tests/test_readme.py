@@ -12,6 +12,7 @@ import pytest
 from transformers import BertConfig, BertModel
 from typer.main import get_command
 
+from hf_graphfilter import demo
 from recipes import SCRIPTS, compare, generate, paper_table
 from recipes.league import play
 from recipes.league.plan import League
@@ -131,6 +132,16 @@ def test_examples(file, as_is, folder, monkeypatch, capsys, transformers_warning
     better = before > after if file.stem in FALL else before < after
     assert better or argv
     assert list((folder / "runs" / "examples" / file.stem).rglob(WRITTEN.get(file.stem, "model.safetensors")))
+
+
+def test_a_loop_makes_the_steps_that_were_asked_for(folder, monkeypatch, transformers_warnings):
+    small_bert("small")
+    rows = demo.load_snippets()[: 128 + 40]  # two and a half batches to train on
+    monkeypatch.setattr(demo, "load_snippets", lambda: rows)
+    monkeypatch.setattr(sys, "argv", ["accelerate_loop.py", "small", "--steps", "7"])
+    variables = runpy.run_path(str(ROOT / "examples" / "accelerate_loop.py"), run_name="__main__")
+    assert variables["schedule"].scheduler.last_epoch == 7
+    transformers_warnings.clear()  # of the new head
 
 
 def test_the_page_of_examples_lists_all_and_shows_an_output():
