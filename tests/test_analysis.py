@@ -373,6 +373,34 @@ def test_a_layer_that_attends_image_by_image_is_one_layer():
     assert [band.samples for band in taylor_error(tower, [tower_batch], orders=[3]).bands.values()] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "analyse",
+    [
+        smoothing,
+        lambda model, batch: report(model, batch, model),
+        lambda model, batch: attention_correlation(model, model, batch),
+        lambda model, batch: branch_report(patch_model(model, "gfsa"), batch),
+    ],
+)
+def test_one_batch_in_place_of_batches_is_named(analyse):
+    with pytest.raises(GraphFilterError, match="got one batch: put it into a list"):
+        analyse(build("bert"), texts())
+
+
+def test_a_text_of_padding_alone_counts_nowhere():
+    model, batch = build("bert"), texts()
+    batch["attention_mask"][1] = 0
+    alone = {name: value[::2] for name, value in batch.items()}
+    measured, expected = (attention_correlation(model, build("bert", seed=5), [each]) for each in (batch, alone))
+    assert measured.values == pytest.approx(expected.values)
+    assert measured.band.samples == 2
+
+
+def test_a_stack_of_padding_alone_has_no_band():
+    both = texts(family="t5") | {"decoder_attention_mask": torch.zeros(3, 9).long()}
+    assert {layer.stack for layer, _ in taylor_error(build("t5"), [both], orders=[3]).bands} == {"encoder"}
+
+
 def test_other_numbers_of_texts_than_of_images_have_no_maps():
     text = {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 3, "bos_token_id": 1, **SIZES}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=8))
@@ -596,12 +624,16 @@ def test_results_are_rows_json_and_figures(tmp_path):
         results[0][-100, "cosine"]
     with pytest.raises(GraphFilterError, match="has no 'cosines'; it has cosine"):
         results[0].plot(quantities=["cosine", "cosines"])
+    with pytest.raises(GraphFilterError, match="has no 'dirichlet'; it has cosine, high_frequency"):
+        smoothing(build("bert"), [texts()], dirichlet=False).plot(quantities=["dirichlet"])
 
 
 @pytest.mark.parametrize(
     ("analyse", "options", "message"),
     [
         (taylor_error, {"most": 0}, "most must be 1 or more, got 0"),
+        (taylor_error, {"most": 1.5}, "most must be 1 or more, got 1.5: pass an integer"),
+        (taylor_error, {"most": "3"}, "most must be 1 or more, got '3': pass an integer"),
         (taylor_error, {"orders": 3}, "orders must be a list of one or more integers from 2 on, got 3"),
         (taylor_error, {"orders": [1, 2]}, r"from 2 on, got \[1, 2\]"),
         (spectrum, {"attention": -1}, "attention must be a number of texts, 0 for none, got -1"),

@@ -135,6 +135,12 @@ def test_the_page_says_what_was_measured(batches, tmp_path):
     assert "<h1>Mine</h1>" in text
 
 
+def test_inputs_that_are_neither_texts_nor_images_are_called_inputs():
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    assert str(report(model, [torch.randn(2, 5, 32)]).measured.inputs) == "2 inputs, 10 tokens (at most 5 each)"
+
+
 def test_charts_of_gfsa_are_of_gfsa_alone(reported, batches):
     assert "taylor" in reported.figures()
     assert any("GFSA" in line for line in reported.summary())

@@ -15,7 +15,7 @@ from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..hosts import unwrapped
-from .model_inputs import evaluate, to_device
+from .model_inputs import check_batches, evaluate, to_device
 
 Measure = Callable[[nn.Module], float]
 
@@ -54,7 +54,7 @@ def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Br
     Raises:
         GraphFilterError: the model is not patched, no filter has a part, or the batches give no loss.
     """
-    measure_model = measure if callable(measure) else _mean_loss(list(measure))
+    measure_model = measure if callable(measure) else _mean_loss(list(check_batches(measure)))
     filters = filters_of(model, required=True)
     parts: dict[str, list[GraphFilter]] = {}
     for _, graph_filter in filters:

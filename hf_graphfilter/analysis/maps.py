@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError
+from .model_inputs import check_batches
 from .observing import Call, Layer, Reader, observe
 from .statistics import Band, Running
 
@@ -134,13 +135,15 @@ def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[
     """
     statistics = Running()
     values: list[float] = []
-    for batch in batches:
+    for batch in check_batches(batches):
         for maps, other_maps in zip(attention_maps(model, batch), attention_maps(other, batch), strict=True):
             a, b = summarise(maps), summarise(other_maps)
             if a.shape != b.shape:
                 raise GraphFilterError(
                     f"the models see one input as {len(a)} and {len(b)} tokens: their attention cannot be compared"
                 )
+            if not len(a):
+                continue  # a sequence of padding alone
             correlation = rows_correlation(a, b)
             statistics.add(correlation)
             values += [float(correlation)] if len(values) < 1000 else []

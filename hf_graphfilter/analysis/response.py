@@ -101,7 +101,7 @@ def gain(matrix: Tensor) -> Tensor:
     The frequencies go from 0 to at most half a cycle per token.
     """
     tokens = matrix.shape[-1]
-    transformed = torch.fft.fft(torch.fft.ifft(matrix, dim=-1), dim=-2)  # F H F^-1 up to the order of the columns
+    transformed = torch.fft.fft(torch.fft.ifft(matrix, dim=-1), dim=-2)  # F H F^-1
     return transformed.diagonal(dim1=-2, dim2=-1)[:, : tokens // 2 + 1].abs()
 
 

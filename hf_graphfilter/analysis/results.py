@@ -117,13 +117,13 @@ class Measured:
 
         Args:
             against: a second measurement, drawn with dashes.
-            quantities: the quantities to draw. Default: all of ``self.quantities``.
+            quantities: the quantities to draw. Default: those of ``self.quantities`` that were measured.
 
         Raises:
             GraphFilterError: a quantity was not measured, or matplotlib is not installed.
         """
         known = dict.fromkeys(name for _, name in self.bands)
-        if unknown := [name for name in quantities or () if name not in {**known, **self.quantities}]:
+        if unknown := [name for name in quantities or () if name not in known]:
             raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(known)}")
         names = [name for name in quantities or self.quantities if name in known] or [*known]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))

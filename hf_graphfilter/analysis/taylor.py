@@ -37,14 +37,15 @@ class TaylorReader(BandReader[TaylorError]):
         orders = list(orders) if isinstance(orders, Iterable) else orders
         if not has_type(orders, list[int]) or not orders or min(orders) < 2:
             raise GraphFilterError(f"orders must be a list of one or more integers from 2 on, got {shown(orders)}")
-        if most < 1:
-            raise GraphFilterError(f"most must be 1 or more, got {most}")
+        if not has_type(most, int) or most < 1:
+            raise GraphFilterError(f"most must be 1 or more, got {shown(most)}: pass an integer")
         self.orders, self.most = sorted(set(orders)), most
         super().__init__()
 
     def attention(self, call: Call) -> None:
         name = call.layer, f"K={self.orders[0]}"
-        for matrix in islice(call.each(call.attention), max(0, self.most - self.samples[name].count)):
+        count = self.samples[name].count if name in self.samples else 0  # reading alone would make an entry
+        for matrix in islice(call.each(call.attention), max(0, self.most - count)):
             if matrix.shape[-1]:
                 for order, error in errors(matrix, self.orders).items():
                     self.samples[call.layer, f"K={order}"].add(error.mean())
@@ -71,7 +72,8 @@ def taylor_error(
         options: ``progress``, a function that wraps the batches, as a progress bar does.
 
     Raises:
-        GraphFilterError: one of the errors of ``smoothing``, there is no order or one below 2, or ``most`` is below 1.
+        GraphFilterError: one of the errors of ``smoothing``, there is no order or one below 2, or ``most`` is no
+            integer from 1 on.
 
     Example:
         >>> import torch

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...errors import GraphFilterError
+from ..model_inputs import check_batches
 from ..observing import Layer
 from ..plots import save_figure
 from .drawing import figures
@@ -134,7 +135,7 @@ def report(
         >>> report(model, [{"input_ids": torch.arange(16).view(2, 8)}]).title
         'BertModel'
     """
-    batches = batches if reference is None else list(batches)
+    batches = check_batches(batches) if reference is None else list(check_batches(batches))
     measured = measure(model, batches, progress, max_length)
     measured_reference = None if reference is None else measure(reference, batches, progress, max_length)
     if measured_reference and measured.smoothing.layers() != measured_reference.smoothing.layers():

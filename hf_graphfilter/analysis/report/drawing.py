@@ -31,7 +31,9 @@ def figures(
     for name, measured in measurements.parts().items():
         if name == "taylor" and not uses_gfsa(measurements, reference):
             continue
-        named_figures[name] = measured.plot(reference.parts()[name] if reference else None, SHOWN[name])
+        quantities = {quantity for _, quantity in measured.bands}
+        shown = [quantity for quantity in SHOWN[name] if quantity in quantities]
+        named_figures[name] = measured.plot(reference.parts()[name] if reference else None, shown)
     if measurements.curves:
         named_figures["curves"] = plot_curves(measurements.curves)
     if any(row.coefficients for row in measurements.status):

@@ -83,7 +83,7 @@ class InputReader(Reader):
     def inputs(self, batch: Any, max_length: int | None) -> Inputs:
         """Return the counts; ``batch`` is one of those that were read."""
         names = batch.keys() if isinstance(batch, Mapping) else ()
-        images = "pixel_values" in names if names else batch.is_floating_point()
+        images = "pixel_values" in names if names else batch.is_floating_point() and batch.dim() == 4
         kind = "texts" if "input_ids" in names and not images else "images" if images else "inputs"
         samples = max(self.samples.values(), default=0)
         return Inputs(kind, samples, dict(self.counts), dict(self.longest), max_length)
