@@ -121,6 +121,15 @@ def test_environment_is_added_to(tmp_path, monkeypatch):
     ]
 
 
+def test_the_sitecustomize_of_the_user_runs_also_where_the_package_fails(tmp_path):
+    (tmp_path / "hf_graphfilter.py").write_text("raise RuntimeError('of another release')")
+    (tmp_path / "sitecustomize.py").write_text("print('the sitecustomize of the user')")
+    path = environment({"PYTHONPATH": str(tmp_path)})["PYTHONPATH"]
+    code, lines, errors = run([sys.executable, "-c", "print('the program')"], PYTHONPATH=path)
+    assert (code, lines) == (0, ["the sitecustomize of the user", "the program"])
+    assert "of another release" in errors
+
+
 FILTER = """
 from dataclasses import dataclass
 from hf_graphfilter import FilterConfig, GraphFilter, register_filter

@@ -15,10 +15,10 @@ try:
 except ModuleNotFoundError as error:  # a Python of another environment: there, patched checkpoints do not load
     if error.name != "hf_graphfilter":
         raise
-
-try:
-    import sitecustomize  # noqa: F401
-except ModuleNotFoundError as error:
-    sys.modules[__name__] = _this_module  # so that Python finds this file as the module that it imports
-    if error.name != __name__:
-        raise
+finally:  # the user's own runs also where the package cannot be imported
+    try:
+        import sitecustomize  # noqa: F401
+    except ModuleNotFoundError as error:
+        sys.modules[__name__] = _this_module  # so that Python finds this file as the module that it imports
+        if error.name != __name__:
+            raise
