@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_graphfilter
-from hf_graphfilter import GraphFilterError, filter_status, patch_model
+from hf_graphfilter import GraphFilterError, devices, filter_status, patch_model
 from hf_graphfilter.cli import main
 from hf_graphfilter.cli.inputs import Images, lines_of
 from hf_graphfilter.console import parse_options
@@ -577,9 +577,13 @@ def test_a_revision_a_token_and_a_device(cli, plain, tmp_path, monkeypatch):
         (["status", "PLAIN", "--device", "nowhere"], "--device nowhere: Expected one of cpu, cuda"),
         (["patch", "PLAIN", "OUT", "--push-to-hub", "bad name!!"], "--push-to-hub bad name!!: Repo id must"),
         (["filters", "--push-to-hub", "me/filters"], "--push-to-hub: filters saves no checkpoint"),
+        (["--device", "cpu", "run", "train.py"], "--device: run starts a program that chooses its device itself"),
+        (["demo", "--device", "meta"], "--device meta: the demo computes on cpu or the first accelerator"),
     ],
 )
-def test_flags_of_all_verbs_that_do_not_fit(arguments, message, cli, plain):
+def test_flags_of_all_verbs_that_do_not_fit(arguments, message, cli, plain, monkeypatch):
+    monkeypatch.setattr(devices, "_chosen", [])
+    monkeypatch.setattr(os, "execve", lambda *command: None)  # `run` would become the program
     done = cli(*(str(plain) if word == "PLAIN" else word for word in arguments))
     assert done.returncode == 1
     assert message.replace("PLAIN", str(plain)) in done.stderr

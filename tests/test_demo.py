@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from transformers.utils import logging
 
-from hf_graphfilter import filter_status
+from hf_graphfilter import GraphFilterError, devices, filter_status
 from hf_graphfilter.cli import main
 from hf_graphfilter.console import Console
 from hf_graphfilter.demo.plan import Part, Plan, plan_first_look, say_duration
@@ -99,6 +99,7 @@ def test_a_first_look_shows_what_changed(encoder, tmp_path, pipe):
     similarity = layers["similarity"]
     assert [len(similarity[name]) for name in ("before", "filtered", "baseline")] == [2, 2, 2]
     assert similarity["before"] != similarity["baseline"] != similarity["filtered"]
+    assert not (tmp_path / "out" / "trainer").exists()  # nothing was written there
     assert (tmp_path / "out" / "first_look.png").read_bytes().startswith(b"\x89PNG")
     text = pipe.file.getvalue()
     assert "before and after: equal, bit for bit" in text
@@ -111,13 +112,34 @@ def test_a_first_look_shows_what_changed(encoder, tmp_path, pipe):
 
 
 def test_a_first_look_without_time_ends_early(encoder, tmp_path, pipe):
-    results = encoder.run_first_look(tmp_path / "out", rows=400, minutes=1e-4, plan=start_plan(pipe))
+    results = encoder.run_first_look(tmp_path / "out", rows=400, K=1, minutes=1e-4, plan=start_plan(pipe))
     assert results["settings"]["steps"] == encoder.FEWEST_STEPS
     assert results["scores"]["filtered"]["steps"] == 1
     assert results["scores"]["baseline"] is None
     assert results["layers"]["similarity"]["baseline"] is None
+    assert "A + w_K A. At the start" in pipe.file.getvalue()
     assert "the baseline is left out" in pipe.file.getvalue()
     assert "alike: baseline" not in pipe.file.getvalue()
+
+
+@pytest.mark.parametrize("minutes", [float("inf"), float("nan"), -1.0])
+def test_minutes_that_cannot_be_are_refused(minutes, tmp_path):
+    from hf_graphfilter.demo import run_demo, run_first_look
+
+    with pytest.raises(GraphFilterError, match=f"a finite number of minutes >= 0, got minutes={minutes}"):
+        run_first_look(tmp_path, minutes=minutes)
+    if minutes != float("inf"):  # without a limit, the comparison makes all its pairs
+        with pytest.raises(GraphFilterError, match="minutes >= 0, got seeds=3, rows=2000, minutes="):
+            run_demo(tmp_path, minutes=minutes)
+
+
+def test_the_demo_computes_on_the_cpu_where_that_is_chosen(tmp_path, monkeypatch):
+    from hf_graphfilter.demo.fine_tuning import quiet_arguments
+
+    monkeypatch.setattr(devices, "_chosen", ["cpu"])
+    arguments = quiet_arguments(tmp_path, seed=1)
+    assert arguments.use_cpu
+    assert arguments.device.type == "cpu"
 
 
 def start_plan(console):

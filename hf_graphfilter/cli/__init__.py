@@ -73,6 +73,7 @@ def _import_modules(
     common.begin(revision)
     common.check_push(push_to_hub, context.invoked_subcommand)
     devices.choose(device)
+    common.check_device(device, context.invoked_subcommand)
     if token:
         os.environ["HF_TOKEN"] = token
     if modules and context.invoked_subcommand != "run":  # `run` passes them on to the program

@@ -83,6 +83,23 @@ def note_saved(output: Path) -> None:
     _saved_folders.append(output)
 
 
+def check_device(device: str | None, verb: str | None) -> None:
+    """Raise an error if the verb cannot compute on the device that was chosen."""
+    if device is None:
+        return
+    if verb == "run":
+        raise GraphFilterError("--device: run starts a program that chooses its device itself: use its own option")
+    import torch
+
+    chosen, found = torch.device(device), torch.accelerator.current_accelerator(check_available=True)
+    is_first = found is not None and chosen.type == found.type and not chosen.index
+    if verb == "demo" and chosen.type != "cpu" and not is_first:
+        raise GraphFilterError(
+            f"--device {device}: the demo computes on cpu or the first accelerator, as the Trainer does: hide other "
+            "accelerators from it (CUDA_VISIBLE_DEVICES)"
+        )
+
+
 def check_push(repo_id: str | None, verb: str | None) -> None:
     """Raise an error if the verb saves no checkpoint, or if ``repo_id`` is no valid name of a repository."""
     if repo_id is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from ..checkpoints.card import create_model_card
+from ..devices import default_device
 from ..errors import GraphFilterError
 from ..patching.patch import patch_model
 from .snippets import Snippets
@@ -48,7 +50,8 @@ def quiet_arguments(folder: Path, seed: int, **options: Any) -> TrainingArgument
         "logging_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "dataloader_pin_memory": torch.cuda.is_available(),
+        "dataloader_pin_memory": default_device().type == "cuda",
+        "use_cpu": default_device().type == "cpu",
     }
     return TrainingArguments(output_dir=str(folder), seed=seed, **{**settings, **options})
 
@@ -92,6 +95,8 @@ def fine_tune(
     trainer.train()
     seconds = time.perf_counter() - start
     predictions = torch.as_tensor(trainer.predict(test).predictions).flatten()
+    with contextlib.suppress(OSError):  # where it holds files of the user's
+        Path(str(args.output_dir)).rmdir()  # the Trainer makes this folder, also to write nothing
     ratings = torch.tensor(test.ratings)
     return {
         "pearson": torch.corrcoef(torch.stack([predictions, ratings]))[0, 1].item(),

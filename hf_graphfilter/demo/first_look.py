@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedModel
 
 from ..console import Console, table
-from ..errors import GraphFilterError, require
+from ..errors import GraphFilterError, is_number, require, shown
 from ..patching.patch import patch_model
 from ..patching.status import filter_parameters
 from ..training.optimizer import filter_optimizer
@@ -60,10 +60,13 @@ def run_first_look(
         The content of ``first_look.json``.
 
     Raises:
-        GraphFilterError: the extra ``demo`` is not installed, there are too few rows, or the rate is invalid.
+        GraphFilterError: the extra ``demo`` is not installed, there are too few rows, or the rate or ``minutes`` is
+            invalid.
     """
     if rows < 2 * BATCH:
         raise GraphFilterError(f"the demo needs rows >= {2 * BATCH}, got rows={rows}")
+    if not is_number(minutes):
+        raise GraphFilterError(f"the demo needs a finite number of minutes >= 0, got minutes={shown(minutes)}")
     require("matplotlib", "demo", "the demo")
     filter_optimizer(quiet_arguments(Path(output), SEED), filter_lr)  # raises before the work begins
     if plan is None:
@@ -127,7 +130,9 @@ class FirstLook:
         added = sum(p.numel() for p in filter_parameters(self.model))
         self.plan.say(f'patch_model(model, "gfsa", K={self.K}) added {added} numbers: one weight w_K per head.')
         self.plan.say("Attention is a matrix A that averages tokens. It becomes the graph filter")
-        self.plan.say(f"A + w_K A^{self.K}, with A^{self.K} approximated. At the start w_K is 0, so the outputs")
+        power = "A" if self.K == 1 else f"A^{self.K}"
+        approximation = f", with {power} approximated" if self.K > 2 else ""
+        self.plan.say(f"A + w_K {power}{approximation}. At the start w_K is 0, so the outputs")
         self.plan.say(f"for {len(before)} texts are the same before and after: equal, bit for bit.")
 
     def measure(self) -> None:

@@ -53,8 +53,10 @@ def run_demo(
     Returns:
         The content of ``results.json``.
     """
-    if seeds < 1 or rows < 32:
-        raise GraphFilterError(f"the demo needs seeds >= 1 and rows >= 32, got seeds={seeds}, rows={rows}")
+    if seeds < 1 or rows < 32 or not minutes >= 0:  # NaN is not
+        raise GraphFilterError(
+            f"the demo needs seeds >= 1, rows >= 32 and minutes >= 0, got seeds={seeds}, rows={rows}, minutes={minutes}"
+        )
     for module in ("scipy", "matplotlib"):
         require(module, "demo", "the demo")
     filter_optimizer(quiet_arguments(Path(output), 1), filter_lr)  # raises before the baseline is trained
