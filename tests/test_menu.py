@@ -210,6 +210,17 @@ def test_half_precision_resolves_each_bernstein_polynomial(order):
     assert error < order * 2**-8
 
 
+@pytest.mark.parametrize("basis", ["chebyshev", "legendre", "bernstein"])
+def test_float32_resolves_order_12_in_each_basis(basis):
+    """Sums of powers of A would be off by a hundredth in the Bernstein basis of order 12."""
+    g = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 4, 32, 8, generator=g)
+    attend = GraphFilterAttention("polynomial", 4, 8, K=12, basis=basis)
+    torch.nn.init.uniform_(attend.graph_filter.theta, -1, 1, generator=g)
+    rounded, expected = attend(query, key, value), attend.double()(query.double(), key.double(), value.double())
+    assert (rounded - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", MENU)
 def test_values_narrower_than_queries(name):
     """Multi-head latent attention."""

@@ -53,8 +53,8 @@ class Polynomial(PowerSeries):
         self.steps = () if config.basis == "monomial" else recurrence(config.basis, *config.parameters)
         self.rows = monomials(config.basis, *config.parameters)
         # sums of powers of A are the faster form; up to this bound, float32 loses less than six of its 24 bits
-        self.in_powers = config.basis == "bernstein" or max(sum(map(abs, row)) for row in self.rows) <= 2**5
-        # the Bernstein polynomials have no recurrence of three terms: half precision sums them in another basis
+        self.in_powers = max(sum(map(abs, row)) for row in self.rows) <= 2**5
+        # the Bernstein polynomials have no recurrence of three terms: beyond the bound they are summed in another basis
         self.expansion = bernstein_in_chebyshev(config.K) if config.basis == "bernstein" else None
 
     def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:

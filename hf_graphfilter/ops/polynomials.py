@@ -117,7 +117,7 @@ def monomials(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[list[f
 def bernstein_in_chebyshev(K: int) -> list[list[float]]:
     """Return the coefficients of ``T_0(2x - 1) ... T_K(2x - 1)``, Chebyshev on [0, 1], in the Bernstein polynomials.
 
-    They are at most 1, while those of the powers of x grow as 3^K: half precision resolves sums in this basis.
+    They are at most 1, while those of the powers of x grow as 3^K, so sums in this basis lose little to rounding.
 
     Example:
         >>> [[round(c, 3) for c in row] for row in bernstein_in_chebyshev(1)]
