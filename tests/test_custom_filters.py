@@ -776,6 +776,19 @@ def test_checkpoints_and_cards_name_the_module_to_import(folder):
         assert "imports" not in patch_model(partly, layers=[1]).config.graph_filter
 
 
+def test_filters_whose_classes_share_a_name_stay_apart(folder):
+    model = BERT.build()
+    for name, layers in (("test-first", [0, 2]), ("test-second", [1])):
+        (folder / f"{name.replace('-', '_')}.py").write_text(SOURCE.format(name=name))
+        import_filters([name.replace("-", "_")])
+        patch_model(model, name, layers=layers)
+    del model.encoder.layer[2]  # so that saving makes a new record
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(folder / "model")
+    found = filter_status(BERT.model_class.from_pretrained(folder / "model"))
+    assert [row.filter.filter for row in found] == ["test-first", "test-second"]
+
+
 def test_the_page_on_filters_runs_as_it_stands(folder, capsys):
     text = (Path(__file__).parents[1] / "docs" / "write_filter.md").read_text()
     blocks = {language: "\n".join(found) for language, found in _blocks(text).items()}

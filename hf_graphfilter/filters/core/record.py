@@ -42,7 +42,8 @@ def group_by_config(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[st
     """Return the ``filters`` of a record from pairs of a module's name and its filter's config."""
     groups: dict[str, dict[str, Any]] = {}
     for name, config in configs:
-        groups.setdefault(repr(config), {"config": config.to_dict(), "modules": []})["modules"].append(name)
+        values = config.to_dict()  # its repr may be that of another filter, whose class has the same name
+        groups.setdefault(repr(values), {"config": values, "modules": []})["modules"].append(name)
     return [*groups.values()]
 
 
