@@ -302,6 +302,28 @@ def test_a_model_that_accelerate_has_offloaded(name):
     assert output(model, FAMILIES["bert"].inputs()).isfinite().all()
 
 
+def test_status_copies_no_weights_of_an_offloaded_model(monkeypatch):
+    copied, copy_tensor = [], torch.Tensor.__deepcopy__
+
+    def count(self, memo):
+        copied.extend([self] * (id(self) not in memo))
+        return copy_tensor(self, memo)
+
+    model = cpu_offload(patch_model(FAMILIES["bert"].build(), "gfsa"), execution_device="cpu")
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", count)
+    assert [row.moved for row in filter_status(model)] == [0, 0, 0]
+    assert not any(tensor.numel() > 4 for tensor in copied), "a coefficient has four heads"
+
+
+def test_status_with_a_hook_that_cannot_be_copied():
+    lock, model = threading.Lock(), patch_model(FAMILIES["bert"].build(), "agf")
+    graph_filter = model.encoder.layer[0].attention.self.graph_filter
+    graph_filter.register_forward_hook(functools.partial(lambda lock, *_: None, lock))
+    hooks = {**graph_filter._forward_hooks}
+    assert filter_status(model)[0].moved == 0
+    assert graph_filter._forward_hooks == hooks
+
+
 def test_wrappers_of_pytorch_are_in_no_record(tmp_path):
     """Those of activation checkpointing, which accelerate puts into a model under FSDP2."""
     model = patch_model(BertModel(FAMILIES["bert"].config), "gfsa").eval()

@@ -123,7 +123,9 @@ def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
 
     Its tensors are whole, also if those of the filter are sharded or offloaded.
     """
-    memo: dict[int, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for part in graph_filter.modules():  # accelerate's hooks hold all weights of the model; others may hold a lock
+        memo |= {id(value): value for name, value in vars(part).items() if name.endswith(("_hook", "_hooks"))}
     for tensor in (*graph_filter.parameters(), *graph_filter.buffers()):
         if tensor.is_meta or is_sharded(tensor):
             empty = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
