@@ -221,6 +221,19 @@ def test_a_memory_of_all_far_tokens_gives_the_original_attention():
     torch.testing.assert_close(model(ids)[0], plain(ids)[0])
 
 
+@pytest.mark.parametrize(("sinks", "memory"), [(0, 0), (1, 3), (3, 2), (2, 9), (0, 4), (4, 0), (4, 1), (4, 4)])
+def test_a_text_of_the_exact_span_gets_the_original_attention(sinks, memory):
+    torch.manual_seed(0)
+    plain = FAMILIES["llama"].build().eval()
+    model = patch_model(copy.deepcopy(plain), "far_field", window=4, sinks=sinks, memory=memory)
+    ids = torch.randint(1, 90, (1, filter_of(model).exact_span + 1))
+    found, expected = (m(ids, use_cache=False)[0] for m in (model, plain))
+    torch.testing.assert_close(found[:, :-1], expected[:, :-1])
+    assert not torch.allclose(found[:, -1], expected[:, -1], atol=1e-4)
+    encoder = patch_model(FAMILIES["bert"].build(), "far_field", window=4, sinks=sinks)
+    assert encoder.encoder.layer[0].attention.self.graph_filter.exact_span == 8, "its first tokens see no third block"
+
+
 def test_a_memory_has_constant_size_and_follows_the_rows_of_a_cache():
     model, ids, there = build(memory=6), torch.randint(1, 90, (2, 61)), torch.ones(2, 61)
     sizes = [sum(x.numel() for x in pieces(model, ids, [n], there)[1].layers[0].kept.values()) for n in (29, 61)]

@@ -55,6 +55,7 @@ class FarField(KeepingFilter):
 
     def __init__(self, config: FarFieldConfig, site: AttentionSite):
         super().__init__(config, site)
+        self.causal = site.causal
         if config.memory:
             self._check_order(site.causal)
         self.map_query = HeadMap(site.heads, site.head_dim)
@@ -72,7 +73,8 @@ class FarField(KeepingFilter):
 
     @property
     def exact_span(self) -> int:
-        return self.span + self.config.memory
+        exact_blocks = (self.config.sinks + self.config.memory) // self.config.window if self.causal else 0
+        return self.span + exact_blocks * self.config.window
 
     def add_window(self, out: Tensor, shift: AttentionShift, hidden: Tensor, value: Tensor) -> Tensor:
         return out
@@ -152,8 +154,7 @@ class FarField(KeepingFilter):
             near_key, near_value = (
                 torch.cat([*x, *list_neighbours(y, 2, causal)], 3) for x, y in zip(extra, (keys, values), strict=True)
             )
-            queries = by_block(shift.query)
-            out = attend_fields(queries, near_key, near_value, visible, shift.scaling, estimate, out)
+            out = attend_fields(by_block(shift.query), near_key, near_value, visible, shift.scaling, estimate, out)
         if shift.state is not None:
             memory.keep(key, value, is_token if has_mask else None, sinks, means, count, exact)
         out = out.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2, 3)[:, begin:total]  # as projections read it
