@@ -807,6 +807,25 @@ def test_the_page_on_filters_runs_as_it_stands(folder, capsys):
     assert entry_points == {"hf_graphfilter.filters": {"high-pass": "my_package.my_filters"}}
 
 
+def test_the_page_s_calls_of_earlier_layers_run():
+    page = (Path(__file__).parents[1] / "docs" / "write_filter.md").read_text()
+    leave, left_before = re.findall(r"`(shift\.earlier\.\w+\(.*?\))`", page)
+    found = []
+
+    class Earlier(Damped):
+        reads_earlier, linear, spectral = True, False, False
+
+        def forward(self, shift, value):
+            tensor = super().forward(shift, value)
+            found.append(eval(left_before))
+            eval(leave)
+            return tensor
+
+    output(patch_model(BERT.build(), config_of(Earlier)), BERT.inputs())
+    assert [len(tensors) for tensors in found] == [0, 1, 2]
+    assert found[2][0] is found[1][0]
+
+
 OUTSIDE = """
 from filters import Entry
 FILTERS = {"outside": Entry(SameConfig(), lambda A, c, config, seen: 2 * A)}
