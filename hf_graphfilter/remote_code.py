@@ -69,8 +69,8 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
         True
 
     Raises:
-        GraphFilterError: no checkpoint of transformers, none with a filter, one with code of its own, or an unknown
-            filter. The folder is then as it was.
+        GraphFilterError: no checkpoint of transformers, none with a filter, one with code of its own or of a class
+            outside transformers (``GraphormerModel``), or an unknown filter. The folder is then as it was.
     """
     folder = Path(folder)
     description = _read(folder)
@@ -85,6 +85,11 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
             "imported, as by hf-graphfilter run"
         )
     models = _models(folder)
+    if not models:
+        raise GraphFilterError(
+            f"{folder} holds a model of type {shown(description['model_type'])}, whose class is not one of "
+            "transformers: load it where hf_graphfilter is imported, as by hf-graphfilter run"
+        )
     modules = foreign_modules(config for config, _ in groups)
     imports = sorted(["import transformers", *(f"import {name}" for name in modules)])
     imports.append(f"from {__name__} import {with_filters.__name__}")

@@ -12,7 +12,15 @@ import torch
 import transformers as t
 from models import FAMILIES, turn_on
 
-from hf_graphfilter import GraphFilterError, export_remote_code, filter_status, patch_model, unpatch_model
+from hf_graphfilter import (
+    GraphFilterError,
+    GraphormerConfig,
+    GraphormerModel,
+    export_remote_code,
+    filter_status,
+    patch_model,
+    unpatch_model,
+)
 from hf_graphfilter.filters import import_filters
 from hf_graphfilter.launch import IMPORTS, command_line, environment, run_program
 
@@ -278,6 +286,11 @@ def change(folder, **entries):
     file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
+def graphormer():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return GraphormerModel(GraphormerConfig(**sizes))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -296,6 +309,7 @@ def change(folder, **entries):
             lambda f: change(f, auto_map=["their.Model"]),
             r"the auto_map of its config.json is no dict but \['their.Model",
         ),
+        (lambda f: patch_model(graphormer()).save_pretrained(f), r"of type 'graphormer', whose class is not one of"),
         (lambda f: change(f, model_type=[]), r"transformers \S+ cannot read "),
         (lambda f: change(f, hidden_size="wide"), r"transformers \S+ cannot read .*hidden_size"),
     ],
