@@ -78,8 +78,8 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_literal(text: str) -> Any:
-    """Return a dictionary or list in Python's notation, as ``{4: [0, 2]}``; any other text as it is."""
-    if text.startswith(("{", "[")):
+    """Return a dictionary or list in Python's notation, as ``{4: [0, 2]}``, or a constant; any other text as it is."""
+    if text.startswith(("{", "[")) or text in ("True", "False", "None"):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return ast.literal_eval(text)
     return text

@@ -59,6 +59,8 @@ def test_options_are_json_or_python():
     pairs = ["K=4", 'learn=["w_0"]', "keep={4: [0, 2]}", "basis=jacobi", "text={not closed"]
     expected = {"K": 4, "learn": ["w_0"], "keep": {4: [0, 2]}, "basis": "jacobi", "text": "{not closed"}
     assert parse_options(pairs) == expected
+    constants = parse_options(["a=true", "b=False", "c=null", "d=None", "e=True story"])
+    assert constants == {"a": True, "b": False, "c": None, "d": None, "e": "True story"}
 
 
 def test_as_a_module():
