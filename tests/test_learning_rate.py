@@ -469,6 +469,24 @@ def test_status_says_what_moved_and_what_is_not_trained():
     assert gated.moved is None, "it has no coefficients"
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "frozen", "trained"),
+    [
+        ("ppr", {}, "rate", {"g"}),
+        ("ppr", {"kernel": "heat"}, "rate", {"g"}),
+        ("ppr", {}, "g", {"alpha"}),
+        ("arma", {"order": 2}, "shift_of_pole", {"r_1", "r_2"}),
+        ("arma", {"order": 2}, "residue", {"b_1", "b_2"}),
+        ("gfsa", {"learn": ("w_0", "w_K")}, "w_K", {"w_0"}),
+    ],
+)
+def test_status_says_what_is_frozen_under_the_name_that_it_shows(name, options, frozen, trained):
+    model = patch_model(plain(), name, layers=[0], **options)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(not parameter_name.endswith(f"graph_filter.{frozen}"))
+    assert filter_status(model)[0].trained == trained
+
+
 def test_small_conveniences():
     bert = FAMILIES["bert"].build()
     assert len(filter_status(patch_model(copy.deepcopy(bert), "gfsa", learn="w_K", layers="all"))) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class ARMA(PowerSeries):
     """
 
     per_head = ("residue", "shift_of_pole")
+    sources: ClassVar[dict[str, str]] = {"r": "residue", "b": "shift_of_pole"}
     residue: Tensor
     shift_of_pole: Tensor
     config: ARMAConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Diffusion(PowerSeries):
     """
 
     per_head = ("g", "rate")
+    sources: ClassVar[dict[str, str]] = {"alpha": "rate", "t": "rate"}
     g: Tensor
     rate: Tensor
     config: PPRConfig

@@ -148,6 +148,7 @@ def _names_trained(graph_filter: GraphFilter) -> frozenset[str]:
     if not any(p.requires_grad for p in parameters.values()):
         return frozenset()
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    frozen |= {name for name, source in getattr(graph_filter, "sources", {}).items() if source in frozen}
     learned = graph_filter.learned_coefficients()
     return frozenset(name for name in learned if not {name, name.rpartition("_")[0]} & frozen)
 

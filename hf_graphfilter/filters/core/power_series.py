@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,10 @@ class PerHead(GraphFilter):
 
     Class attributes:
         per_head: names of the coefficients.
+        sources: the parameter of each coefficient that is shown under another name; r_1, r_2 ... belong to r.
     """
+
+    sources: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: FilterConfig, site: AttentionSite):
         super().__init__(config, site)
