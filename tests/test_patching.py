@@ -26,6 +26,7 @@ from transformers import (
     BloomModel,
     CLIPConfig,
     CLIPModel,
+    LlamaModel,
 )
 
 import hf_graphfilter
@@ -81,6 +82,16 @@ def test_layers_are_counted_in_each_stack():
     assert patched_indices(model) == ["encoder.block.2.layer.0.SelfAttention"]
     with pytest.raises(GraphFilterError, match=r"2 is out of range, decoder\.block has 2 layers"):
         patch_model(FAMILIES["t5"].build(), layers=[2])
+
+
+@pytest.mark.parametrize("layers", [[0], [-2], slice(0, 1), "even", lambda i, _: i == 0])
+def test_layers_are_counted_among_those_of_the_stack(layers):
+    """Some layers of a decoder may attend in both directions."""
+    config = copy.deepcopy(FAMILIES["llama"].config)
+    config.num_hidden_layers = 4
+    model = LlamaModel(config)
+    model.layers[0].self_attn.is_causal = model.layers[2].self_attn.is_causal = False
+    assert patched_indices(patch_model(model, layers=layers, stack="decoder")) == ["layers.1.self_attn"]
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])

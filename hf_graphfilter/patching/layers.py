@@ -56,7 +56,7 @@ def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[Atte
         if isinstance(layers, slice):
             return sites[layers]
         if callable(layers):
-            return [site for site in sites if layers(site.index, site.name)]
+            return [site for i, site in enumerate(sites) if layers(i, site.name)]
         if not isinstance(layers, Collection) or isinstance(layers, (bytes, bytearray, memoryview, Mapping)):
             raise GraphFilterError(f"{where}: use {WAYS}")
         indices = {_index(i, where, group, len(sites)) for i in layers}  # stops at the first mistake
@@ -64,7 +64,7 @@ def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[Atte
         raise
     except Exception as error:  # a predicate may raise anything
         raise GraphFilterError(f"{where}: use {WAYS}; it raised {shown(error)}") from error
-    return [site for site in sites if site.index in indices]
+    return [site for i, site in enumerate(sites) if i in indices]
 
 
 def _index(i: Any, where: str, group: str, count: int) -> int:
