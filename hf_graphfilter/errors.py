@@ -123,7 +123,7 @@ def needs(extra: str, purpose: str) -> Iterator[None]:
         yield
     except ImportError as error:
         detail = "" if isinstance(error, ModuleNotFoundError) else f" (it does not import: {error})"
-        message = f"{purpose} needs {error.name}{detail}: pip install 'hf-graphfilter[{extra}]'"
+        message = f"{purpose} needs {error.name or 'a package'}{detail}: pip install 'hf-graphfilter[{extra}]'"
         raise GraphFilterError(message) from error
 
 

@@ -7,6 +7,7 @@ import torch
 from models import FAMILIES
 
 from hf_graphfilter import FilterConfig, GraphFilterError, filter_status, load_timm_model, patch_model
+from hf_graphfilter.errors import needs
 from hf_graphfilter.patching.status import FilterRow, FilterStatus
 
 
@@ -44,6 +45,12 @@ def test_a_missing_extra_is_one_sentence(missing, extra, use, monkeypatch):
         monkeypatch.delitem(sys.modules, loaded)
     with pytest.raises(GraphFilterError, match=rf"needs \S+.*: pip install 'hf-graphfilter\[{extra}\]'$"):
         use()
+
+
+def test_an_import_that_fails_without_a_name():
+    message = r"^a plot needs a package \(it does not import: no fonts\): pip install 'hf-graphfilter\[plots\]'$"
+    with pytest.raises(GraphFilterError, match=message), needs("plots", "a plot"):
+        raise ImportError("no fonts")
 
 
 def test_the_demo_records_the_rows_it_used(monkeypatch, tmp_path):
