@@ -439,6 +439,17 @@ def test_a_mask_for_all_texts(name, monkeypatch):
         assert loss.isfinite()
 
 
+def test_a_gate_of_zero_hides_what_half_precision_cannot_hold():
+    """Without a softmax, the output of the filter grows with the tokens and with the square of the projections."""
+    model, ids = FAMILIES["bert"].build(), torch.randint(0, 50, (1, 64))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(40 if name.endswith(("query.weight", "key.weight", "value.weight")) else 1)
+    expected = model.half()(ids).last_hidden_state
+    assert expected.isfinite().all()
+    assert torch.equal(patch_model(model, "agf", rho="none", init="blend")(ids).last_hidden_state, expected)
+
+
 def test_scores_that_half_precision_cannot_hold_before_they_are_scaled():
     """q k of 40 x 40 x 64 is above 65,504, what float16 ends at; scaled it is an eighth."""
     q, k, v = torch.full((1, 1, 6, 64), 40.0), torch.full((1, 1, 6, 64), 40.0), torch.randn(1, 1, 6, 64)

@@ -135,6 +135,7 @@ def test_pagerank_is_what_its_name_says():
         ("arma", {"bound": 1.0}, "bound must lie between 0 and 1, got 1.0"),
         ("arma", {"order": 0}, "order must be 1 to 8, got 0"),
         ("contranorm", {"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        ("contranorm", {"temperature": 1e-39}, "temperature must be >= 1e-38, got 1e-39"),
     ],
 )
 def test_bad_options(name, options, message):
@@ -280,6 +281,36 @@ def test_the_first_layer_alone_is_no_filter_of_neutreno():
     with pytest.raises(GraphFilterError, match=r"layer\.0\.attention\.self is the first layer.* nothing would change"):
         patch_model(model, "neutreno", layers=[0])
     assert not list(filters_of(model))
+
+
+def test_the_first_layer_alone_is_refused_where_no_list_holds_the_layers():
+    model = bert()
+    model.encoder.layer = nn.Sequential(*model.encoder.layer)
+    with pytest.raises(GraphFilterError, match="nothing would change"):
+        patch_model(model, "neutreno", layers=[0])
+
+
+def two_layers(first, second):
+    """A decoder whose layers have these numbers of key heads."""
+    sizes = {**SIZES, "num_hidden_layers": 1}
+    model, other = (Qwen2Model(Qwen2Config(**sizes, num_key_value_heads=heads)).eval() for heads in (first, second))
+    model.layers.append(other.layers[0])
+    model.layers[1].self_attn.layer_idx = 1
+    model.config.layer_types, model.config.num_hidden_layers = ["full_attention"] * 2, 2
+    return model
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 4)])
+def test_value_residual_of_layers_with_other_key_heads_is_refused(first, second):
+    message = f"adds the values of the first layer, {first} key heads, but layers.1.self_attn has {second}"
+    with pytest.raises(GraphFilterError, match=message):
+        patch_model(two_layers(first, second), "value-residual")
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 1), (1, 4)])
+def test_value_residual_adds_a_single_key_head_to_all(first, second):
+    model = turn_on(patch_model(two_layers(first, second), "value-residual"))
+    assert model(torch.arange(10).view(2, 5)).last_hidden_state.isfinite().all()
 
 
 ONE_LAYER = {"bert": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}, "whisper": {"decoder_layers": 1}}

@@ -134,6 +134,11 @@ def test_half_precision(dtype):
     assert (found - exact).norm() <= 8 * torch.finfo(dtype).eps * exact.norm()
 
 
+def test_half_precision_with_a_temperature_whose_scores_it_cannot_hold():
+    model = patch_model(FAMILIES["bert"].build(), "singularformer", temperature=1e-5)
+    assert output(model.half(), FAMILIES["bert"].inputs()).isfinite().all()
+
+
 def test_the_core_is_wide_under_autocast():
     """40 x 40 x 64 is more than float16 holds; scaled it is an eighth."""
     q, v, scores = torch.full((1, 1, 6, 64), 40.0), torch.randn(1, 1, 6, 64), torch.randn(1, 6, 4)
@@ -191,6 +196,7 @@ def test_losses_of_what_is_not_real(dtype):
         ({"r": 0}, "r must be 1 to 65536, got 0"),
         ({"r": 1.5}, "r must be an integer or None, got 1.5"),
         ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"temperature": 1e-39}, "temperature must be >= 1e-38"),
         ({"gamma_diagonal": -1.0}, "gamma_diagonal must be >= 0"),
     ],
 )

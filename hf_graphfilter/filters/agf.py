@@ -141,7 +141,7 @@ class AGF(ReplacingFilter):
             u, v = u + self._split(self.correct_u(hidden)), v + self._split(self.correct_v(hidden))
         sigma = None if self.sigma is None else self._split(self.sigma(hidden))
         if self.singular is not None:
-            sigma = repeat_heads(self.singular[None], heads)[0].expand_as(u)
+            sigma = self.singular.expand_as(u)
         causal, keys = shift.visible()
         keys = None if keys is None else keys[:, -tokens:]
         left = spectral.Left(u, sigma, self.effective_theta.to(u.device), self.steps)
@@ -178,12 +178,14 @@ class AGF(ReplacingFilter):
         v = spectral.basis(v, -2, keys, rho)
         value = spectral.hide(v, spectral.to_float32(value), keys)[1]
         with torch.autocast(value.device.type, enabled=False):  # sums over all tokens
-            if not causal:
-                return spectral.multiply_all(rows, v, value).to(dtype)
-            out, sums = spectral.multiply_causal(rows, v, value, state.get("sums") if state else None)
-        if state is not None:
+            if causal:
+                out, sums = spectral.multiply_causal(rows, v, value, state.get("sums") if state else None)
+            else:
+                out, sums = spectral.multiply_all(rows, v, value), None
+        if state is not None and sums is not None:
             state.update(sums=sums)
-        return out.to(dtype)
+        largest = torch.finfo(dtype).max  # infinity times the gate of a blend, 0 at the start, would be NaN
+        return out.clamp(-largest, largest).to(dtype)
 
     def _split(self, x: Tensor) -> Tensor:
         """Reshape (batch, tokens, heads * features) to (batch, heads, tokens, features)."""

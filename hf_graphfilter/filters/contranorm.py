@@ -20,7 +20,7 @@ from ..ops.polynomial_form import polynomial_form
 from ..shift.attention import AttentionShift
 from .core.base import FilterConfig
 from .core.build import register_filter
-from .core.fields import check_limits
+from .core.fields import SMALLEST_TEMPERATURE, check_limits
 from .core.power_series import PerHead
 
 CITATION = """@inproceedings{guo2023contranorm,
@@ -91,8 +91,8 @@ class ContraNormConfig(FilterConfig):
     each head.
 
     Args:
-        temperature (float, default 1.0): Divisor of the similarities, > 0. Smaller values compare a token with fewer,
-            more similar tokens.
+        temperature (float, default 1.0): Divisor of the similarities, at least 1e-38. Smaller values compare a token
+            with fewer, more similar tokens.
 
     Example:
         >>> ContraNormConfig(temperature=0.5).starts_as_original
@@ -107,4 +107,4 @@ class ContraNormConfig(FilterConfig):
     temperature: float = 1.0
 
     def validate(self) -> None:
-        check_limits(self, "temperature", above=0)
+        check_limits(self, "temperature", above=0, least=SMALLEST_TEMPERATURE)

@@ -86,4 +86,4 @@ def _runs_again(site: AttentionSite) -> bool:
     if stack is None or sum(module is site.module for _, module in stack.named_modules(remove_duplicate=False)) > 1:
         return stack is not None
     depth = getattr(config, f"{site.stack}_layers", 0) or getattr(config, "num_hidden_layers", 0)
-    return depth > max(len(layers) for layers in stack.children() if isinstance(layers, nn.ModuleList))
+    return depth > max((len(layers) for layers in stack.children() if isinstance(layers, nn.ModuleList)), default=depth)

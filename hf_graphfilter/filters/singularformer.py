@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..errors import GraphFilterError
+from ..ops import spectral
 from ..shift.attention import AttentionShift
 from .core.build import register_filter
-from .core.fields import check_counts, check_limits
+from .core.fields import SMALLEST_TEMPERATURE, check_counts, check_limits
 from .core.replacing import ReplacingConfig, ReplacingFilter
 from .core.site import AttentionSite
 from .core.window import in_dtype_of
@@ -71,7 +72,7 @@ class Singularformer(ReplacingFilter):
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
         assert shift.hidden is not None
         _, keys = shift.visible()
-        scores = self.alpha(in_dtype_of(self.alpha, shift.hidden)) / self.config.temperature
+        scores = spectral.to_float32(self.alpha(in_dtype_of(self.alpha, shift.hidden))) / self.config.temperature
         earlier_cores = shift.earlier.left_before(self.site_name, self.config.filter) if self.config.residual else []
         previous = earlier_cores[-1].to(value.device) if earlier_cores else None
         out, core = functional.singularformer(
@@ -104,8 +105,8 @@ class SingularformerConfig(ReplacingConfig):
     Args:
         r (int or None, default None): Number of pseudo tokens, 1 to 65536. ``None`` is the number of features per head,
             as in the paper. It may exceed the number of tokens and the hidden size, but that only adds cost.
-        temperature (float, default 1.0): Divisor of the scores before both softmaxes, > 0. Smaller values make sharper
-            pseudo tokens.
+        temperature (float, default 1.0): Divisor of the scores before both softmaxes, at least 1e-38. Smaller values
+            make sharper pseudo tokens.
         residual (bool, default False): Add the scores of the layer before, as Realformer does (text after Eq. 14). All
             filters of a stack must then have the same ``r``, and gradient checkpointing must not be reentrant.
         gamma_orthogonal (float, default 0.01): Weight of the orthogonality loss (Eq. 15), which ``RegularizerCallback``
@@ -137,5 +138,5 @@ class SingularformerConfig(ReplacingConfig):
     def validate(self) -> None:
         super().validate()
         check_counts(self, r=65_536)
-        check_limits(self, "temperature", above=0)
+        check_limits(self, "temperature", above=0, least=SMALLEST_TEMPERATURE)
         check_limits(self, "gamma_orthogonal", "gamma_diagonal", least=0)

@@ -5,13 +5,16 @@ Source: Zhou et al., "Value Residual Learning" (arXiv 2410.17897).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..errors import GraphFilterError
 from ..shift.attention import AttentionShift
 from .core.build import register_filter
 from .core.power_series import FromFirstLayer, FromFirstLayerConfig
+from .core.site import AttentionSite
 
 CITATION = """@article{zhou2024valueresidual,
   title   = {Value Residual Learning},
@@ -63,3 +66,14 @@ class ValueResidualConfig(FromFirstLayerConfig):
     citation = CITATION
     formula = "A ((1+l_1) V + l_2 V_0)"
     cost = "1 application of A"
+
+    def check_sites(self, sites: Sequence[AttentionSite]) -> None:
+        super().check_sites(sites)
+        first_of_group = {site.group: site for site in sites if site.index == 0}
+        for site in sites:
+            first = first_of_group[site.group]
+            if len({first.key_heads, site.key_heads} - {1}) > 1:  # the values of a single head are added to all
+                raise GraphFilterError(
+                    f"{self.filter!r} adds the values of the first layer, {first.key_heads} key heads, but {site.name} "
+                    f"has {site.key_heads}: choose layers of the same shape"
+                )

@@ -13,6 +13,8 @@ import torch
 
 from ...errors import GraphFilterError, has_type, shown
 
+SMALLEST_TEMPERATURE = 1e-38  # float32 cannot hold the reciprocal of much smaller numbers
+
 
 def check_fields(config: Any) -> None:
     """Convert the fields of a dataclass to the annotated types if nothing is lost.
