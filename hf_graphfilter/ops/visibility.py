@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphFilterError
+from .heads import repeat_heads
 from .mask_readings import read_once
 
 _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype, at least -65504
@@ -74,9 +75,10 @@ def average(signal: Tensor, causal: bool, keys: Tensor | None) -> Tensor:
 
 
 def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
-    """Return the mean of a signal over the keys that each query sees, bool (batch or 1, 1, queries, keys)."""
+    """Return the mean of a signal over what each query sees, bool (batch or 1, heads or 1, queries, keys or 1)."""
     values = signal.float() if signal.element_size() < 4 else signal
-    weights = seen.to(values.dtype)
+    values = values if seen.shape[1] == 1 else repeat_heads(values, seen.shape[1])
+    weights = seen.to(values.dtype).expand(-1, -1, -1, values.shape[2])
     with torch.autocast(signal.device.type, enabled=False):
         return (weights @ values / weights.sum(-1, keepdim=True).clamp(min=1)).to(signal.dtype)
 

@@ -178,9 +178,7 @@ class AttentionShift(ShiftOperator):
     def mean(self, signal: Tensor) -> Tensor:
         structure, tokens, keys = self._structure(), self.query.shape[2], signal.shape[2]
         if structure is None:
-            seen = seen_by_mask(self.call.mask, signal.shape[0])
-            signal = signal if seen.shape[1] == 1 else repeat_heads(signal, seen.shape[1])
-            return average_of_seen(signal, seen.expand(-1, -1, -1, keys))
+            return average_of_seen(signal, seen_by_mask(self.call.mask, signal.shape[0]))
         means = average(signal, *structure)
         if not structure[0]:
             return means.expand(-1, -1, tokens, -1)
