@@ -51,6 +51,7 @@ SOME_LAYERS: dict[str, str | list[int]] = {
     "gfsa, layers 0, 2 and 4": [0, 2, 4],
     "gfsa, first layer": [0],
 }
+LEAGUE = {"K": 3, "learn": ("w_0", "w_1", "w_K")}  # of the variants whose equal time the league measures
 MIDDLE = {"width": 64, "batch": 16, "tokens": 128, "heads": 4}
 LONG = {"width": 128, "batch": 8, "tokens": 256, "heads": 2}
 MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
@@ -89,7 +90,7 @@ def build_step(shape: str, form: str, compiled: bool) -> Call:
     build, batch, *_ = MODELS[shape][0](False, "cpu")
     model = build()
     if form in SOME_LAYERS:
-        patch_filter(model, "gfsa", layers=SOME_LAYERS[form])
+        patch_filter(model, "gfsa", layers=SOME_LAYERS[form], **LEAGUE)
     elif form not in ("plain", NOT_COMPILED):
         patch_filter(model, form)
     if compiled and form != NOT_COMPILED:

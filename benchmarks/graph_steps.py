@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from measure import Benchmark, Call, main
-from shapes import training_step
+from shapes import patch_filter, training_step
 
-from hf_graphfilter import GraphormerConfig, GraphormerForGraphPrediction, patch_model
+from hf_graphfilter import GraphormerConfig, GraphormerForGraphPrediction
 from hf_graphfilter.graphs import GraphCollator, GraphDataset, prepare_graph
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -46,7 +46,7 @@ def step(device: str, form: str, graphs: int, layers: int) -> Call:
     config = GraphormerConfig(**ZINC_SIZES, num_hidden_layers=layers)
     model = GraphormerForGraphPrediction(config)
     if form in FILTERS:
-        patch_model(model, form, **FILTERS[form])
+        patch_filter(model, form, **FILTERS[form])
     batch = GraphCollator(config)([zinc()[1][place] for place in range(graphs)]).to(device)
     return training_step(model.to(device).train(), dict(batch))
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from measure import RESULTS, stamp, write
+from shapes import patch_filter
 from transformers import BertConfig, BertModel
 
 from hf_graphfilter import FilterConfig, GraphFilter, patch_model, register_filter
@@ -96,7 +97,7 @@ def time_torch(case: str, rounds: int) -> list[dict]:
         layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
         models[form] = torch.nn.TransformerEncoder(layer, LAYERS).eval()
         if FORMS.get(form):
-            patch_model(models[form], form)
+            patch_filter(models[form], form)
     times: dict[str, list[float]] = {form: [] for form in models}
     with torch.inference_mode():
         for number in range(rounds + 5):

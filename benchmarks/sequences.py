@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 from measure import SDPA_UP_TO, STEP, Benchmark, Call, main
-from shapes import training_step
+from shapes import patch_filter, training_step
 from transformers import BertConfig
 
-from hf_graphfilter import ConverterConfig, ConverterForSequenceClassification, patch_model
+from hf_graphfilter import ConverterConfig, ConverterForSequenceClassification
 from hf_graphfilter.training.loss_gradients import GradientAdder
 from hf_graphfilter.training.penalties import penalised_filters  # as the Trainer's callback does
 
@@ -53,7 +53,7 @@ def classifier(form: str, n: int, layers: int = 2) -> torch.nn.Module:
     tokens = {"vocab_size": VOCABULARY, "max_position_embeddings": n, "num_labels": LABELS}
     model = PooledClassifier(BertConfig(**sizes, **tokens, attention_probs_dropout_prob=0.0), pooling="mean")
     if form in FILTERS:
-        patch_model(model, form, **FILTERS[form])
+        patch_filter(model, form, **FILTERS[form])
     if form in FILTERS and form not in QUADRATIC:
         added = GradientAdder({}, {})
         for graph_filter in penalised_filters(model, {}, {}):

@@ -66,12 +66,13 @@ def narrow(
 
 
 def patch_filter(model: torch.nn.Module, name: str, **options: object) -> torch.nn.Module:
-    """Patch a model, and move the coefficients off their start, where some filters are quicker."""
+    """Patch a model, and move the coefficients that train off their start, where some filters are quicker."""
     patch_model(model, name, **options)
     with torch.no_grad():
         for _, graph_filter in filters_of(model):
             for coefficient in graph_filter.coefficient_tensors().values():
-                coefficient.add_(0.05)
+                if coefficient.requires_grad:  # a fixed one, such as w_0 of GFSA, keeps its value in training
+                    coefficient.add_(0.05)
     return model
 
 

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 import yaml
 from measure import Benchmark, Call, main
-from shapes import training_step
+from shapes import patch_filter, training_step
 from transformers import Speech2TextConfig, Speech2TextForConditionalGeneration, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-from hf_graphfilter import patch_model
 
 SMALL = Path(__file__).parents[1] / "recipes" / "configs" / "speech" / "small.yaml"
 FILTERS: dict[str, dict[str, Any]] = {"gfsa": {"K": 2, "w_K": 0.1}, "far_field": {}}  # as after training, not at 0
@@ -37,7 +35,7 @@ def step(device: str, form: str, seconds: int, layers: int | None) -> Call:
     config = Speech2TextConfig(vocab_size=40, **(sizes | ({"encoder_layers": layers} if layers else {})))
     model = Speech2TextForConditionalGeneration(config)
     if form in FILTERS:
-        patch_model(model, form, **FILTERS[form])
+        patch_filter(model, form, **FILTERS[form])
     features, labels = torch.randn(ROWS, seconds * 100, 80), torch.randint(5, 40, (ROWS, seconds * 12))
     batch = {"input_features": features.to(device), "labels": labels.to(device)}
     return training_step(model.to(device).train(), batch)
@@ -53,7 +51,7 @@ def encode(device: str, form: str, sizes: tuple[int, int, int]) -> Call:
     config._attn_implementation = "sdpa"
     model = WhisperEncoder(config).to(device).eval()
     if form in FILTERS:
-        patch_model(model, form, **FILTERS[form])
+        patch_filter(model, form, **FILTERS[form])
     features = torch.randn(1, 80, 3000, device=device)
     return lambda: model(features)
 

@@ -24,6 +24,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -259,20 +260,36 @@ def finetune(options: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------ causal models
 
 
-def fit(model: nn.Module, batches: list[Tensor], steps: int, lr: float, groups: list | None = None) -> None:
-    """Language modelling; AdamW, warm-up and cosine."""
+def fit(
+    model: nn.Module,
+    batches: list[Tensor],
+    steps: int,
+    lr: float,
+    groups: list | None = None,
+    before: Callable[[int], object] = lambda step: None,
+) -> None:
+    """Language modelling; AdamW, warm-up and cosine. ``before`` is called with the number of each step."""
     optimizer = torch.optim.AdamW(groups or model.parameters(), lr=lr, weight_decay=0.01)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps)
     model.train()
     order = list(range(len(batches)))
     random.Random(0).shuffle(order)
-    for i in itertools.islice(itertools.cycle(order), steps):
+    for step, i in enumerate(itertools.islice(itertools.cycle(order), steps)):
+        before(step)
         ids = batches[i].to(model.device)
         model(ids, labels=ids, use_cache=False).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+
+
+def raise_gate(model: nn.Module, rise: int, step: int) -> None:
+    """Raise the gate of a blend over the first ``rise`` steps, and drop the blend after them."""
+    if step < rise:
+        set_blend(model, (step + 1) / rise)
+    elif step == rise:
+        drop_blend(model)
 
 
 def causal(
@@ -324,11 +341,7 @@ def causal(
             groups = None if variant == "original" else parameter_groups(model, tune_lr, 0.01)
             begin = time.perf_counter()
             if variant == "blend":
-                blend_steps, parts = tune_steps // 2, 8
-                for part in range(parts):  # the gate rises in steps over the first half
-                    set_blend(model, (part + 1) / parts)
-                    fit(model, train[part::parts], blend_steps // parts, tune_lr, groups)
-                fit(drop_blend(model), train, tune_steps - blend_steps, tune_lr, groups)
+                fit(model, train, tune_steps, tune_lr, groups, partial(raise_gate, model, max(1, tune_steps // 2)))
             else:
                 fit(model, train, tune_steps, tune_lr, groups)
             add_score(model, variant, "fine-tuned", steps=tune_steps, seconds=round(time.perf_counter() - begin))

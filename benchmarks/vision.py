@@ -16,10 +16,11 @@ from functools import partial
 import timm
 import torch
 from measure import Benchmark, half, main, rounds, stamp
+from shapes import patch_filter
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_graphfilter import filter_parameters, parameter_groups, patch_model
+from hf_graphfilter import filter_parameters, parameter_groups
 
 MODELS = {
     "DeiT-S, 12 layers": ("deit_small_patch16_224", {}, 3),
@@ -70,7 +71,7 @@ def time_model(benchmark: Benchmark, title: str) -> Iterator[list[dict]]:
     name, settings, K = MODELS[title]
     settings = settings | {"depth": 1} if benchmark.smoke else settings
     models = {form: timm.create_model(name, **settings).to(benchmark.device) for form in ("plain", "gfsa")}
-    patch_model(models["gfsa"], "gfsa", K=K)
+    patch_filter(models["gfsa"], "gfsa", K=K)
     common = stamp(benchmark.device, "torch", "timm")
     flops = {form: gflops(model) for form, model in models.items()}
     for batch, pass_name in itertools.product(benchmark.lengths, ("inference", "training")):

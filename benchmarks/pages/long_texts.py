@@ -213,10 +213,11 @@ def long_ratios() -> str:
             texts = f", {m['batch']} text{'s' * (m['batch'] > 1)} at once" if "batch" in m else ""
             title = {"prefill": "forward pass", "decoding": "decoding a token"}[m["what"]]
             row = cells.setdefault((title + texts, m["tokens"]), {})
-            row[m["device"].partition(",")[0]] = number(m["values"]["converted"]["ratio_to_plain"], 2)
-            if BARE in m["values"]:
-                row[BARE] = number(m["values"][BARE]["ratio_to_plain"], 2)
-    columns = [*sorted({column for row in cells.values() for column in row} - {BARE}), BARE]
+            processor = m["device"].partition(",")[0]
+            row[processor] = number(m["values"]["converted"]["ratio_to_plain"], 2)
+            if BARE in m["values"]:  # a bound for this processor alone
+                row[f"{processor}, {BARE}"] = number(m["values"][BARE]["ratio_to_plain"], 2)
+    columns = sorted({column for row in cells.values() for column in row})
     body = [[title, f"{n:,}", *(row.get(c, "") for c in columns)] for (title, n), row in sorted(cells.items())]
     return markdown_table(["time over the original's", "tokens", *columns], body)
 
