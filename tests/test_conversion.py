@@ -855,10 +855,10 @@ def test_too_few_batches_are_named_before_the_model_changes(monkeypatch):
         run(llama(), texts(3))
 
 
-@pytest.mark.parametrize("K", [0, 2])
-def test_half_precision_is_measured_as_it_is_saved(K):
+@pytest.mark.parametrize("options", [{"K": 0}, {"K": 2}, {"layers": "auto:50%"}])
+def test_half_precision_is_measured_as_it_is_saved(options):
     model = bert().to(torch.bfloat16)
-    report = run(model, K=K)
+    report = run(model, **options)
     modules = dict(filters_of(model))
     assert {p.dtype for f in modules.values() for n, p in f.named_parameters() if "theta" not in n} == {torch.bfloat16}
     with torch.no_grad():

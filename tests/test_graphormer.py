@@ -184,6 +184,17 @@ def test_it_is_an_ordinary_model_of_transformers(tmp_path):
     assert type(AutoModel.from_pretrained(tmp_path / "base")) is GraphormerModel
 
 
+def test_half_precision_keeps_the_digits_of_standardized_targets():
+    """Adding the mean in bfloat16 would round to steps of 2 here, a fifth of the standard deviation."""
+    torch.manual_seed(0)
+    plain = GraphormerForGraphPrediction(config_with()).bfloat16().eval()
+    scaled = GraphormerForGraphPrediction(config_with(label_mean=[-400.0], label_std=[10.0])).bfloat16().eval()
+    scaled.load_state_dict(plain.state_dict())
+    batch = GraphCollator(plain.config)([random_graph(5, plain.config, 0)])
+    expected = plain(**batch).logits.float() * 10 - 400
+    torch.testing.assert_close(scaled(**batch).logits, expected, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("loss", ["l1", "mse"])
 def test_what_is_learned_of_several_targets_does_not_depend_on_their_units(loss):
     gradients = []

@@ -222,6 +222,18 @@ def test_float32_resolves_order_12_in_each_basis(basis):
     assert (rounded - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+def test_float64_resolves_the_bernstein_basis():
+    g = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 4, 32, 8, generator=g, dtype=torch.float64)
+    attend = GraphFilterAttention("polynomial", 4, 8, K=12, basis="bernstein").double()
+    theta = torch.nn.init.uniform_(attend.graph_filter.theta, -1, 1, generator=g).detach()
+    A = (query @ key.mT * 8**-0.5).softmax(-1)
+    eye, powers = torch.eye(32, dtype=torch.float64), torch.linalg.matrix_power
+    T = [math.comb(12, k) * powers(A, k) @ powers(eye - A, 12 - k) for k in range(13)]
+    expected = (A + sum(theta[:, k, None, None] * T[k] for k in range(13))) @ value
+    assert (attend(query, key, value) - expected).norm() < 1e-10 * expected.norm()
+
+
 @pytest.mark.parametrize("name", MENU)
 def test_values_narrower_than_queries(name):
     """Multi-head latent attention."""

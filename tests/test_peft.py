@@ -246,6 +246,34 @@ def test_an_adapter_patches_a_plain_base_as_it_was(route, base, ids, tmp_path):
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
 
 
+@pytest.mark.skipif(TRANSFORMERS_5_17, reason="it loads no modules_to_save")
+def test_the_only_adapter_that_transformers_loaded_takes_its_filter_along(base, ids, tmp_path, monkeypatch):
+    """Else a filter with start values would run, and those of AGF are far from attention."""
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)  # it asks for PEFT 0.22
+    turn_on(adapted(base, FILTERS["agf"].config)).save_pretrained(tmp_path)
+    model = copy.deepcopy(base)
+    model.load_adapter(tmp_path)
+    assert not torch.allclose(logits(model, ids), logits(base, ids), atol=1e-3)
+    model.delete_adapter("default")
+    assert not list(filter_parameters(model))
+    torch.testing.assert_close(logits(model, ids), logits(base, ids))
+
+
+def test_a_merged_filter_is_the_own_one_of_its_model(base, ids, tmp_path):
+    """It came with an adapter, and stays when later adapters leave; adapters that were trained over it load."""
+    turn_on(adapted(base)).save_pretrained(tmp_path / "first")
+    merged = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "first").merge_and_unload()
+    over = peft.get_peft_model(copy.deepcopy(merged), lora(modules_to_save=None))
+    over.save_pretrained(tmp_path / "second")
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(merged), tmp_path / "second")
+    torch.testing.assert_close(logits(again, ids), logits(over, ids))
+    expected, rows = logits(merged, ids), str(filter_status(merged))
+    model = peft.get_peft_model(merged, lora(modules_to_save=None))
+    model.delete_adapter("default")
+    assert str(filter_status(merged)) == rows
+    torch.testing.assert_close(logits(merged, ids), expected)
+
+
 def test_an_adapter_is_not_laid_over_another_filter(base, tmp_path):
     """Of the same shapes, which PEFT would not notice."""
     adapted(base).save_pretrained(tmp_path / "adapter")

@@ -12,6 +12,7 @@ import torch
 import transformers
 from models import FAMILIES, output, realigned, turn_on
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoModel,
     BertConfig,
@@ -309,6 +310,31 @@ def test_unpatching_leaves_what_was_there(name, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         load_filter(model, tmp_path)
     assert traces(model) == before
+
+
+def test_a_filter_of_a_model_that_was_shortened_fits_a_model_of_that_length(tmp_path):
+    model, ids = turn_on(patch_model(BERT.build())).eval(), torch.arange(3, 11).view(1, 8)
+    plain = unpatch_model(copy.deepcopy(model))
+    for each in (model, plain):
+        each.encoder.layer, each.config.num_hidden_layers = each.encoder.layer[:2], 2
+    save_filter(model, tmp_path)
+    expected = model(ids).last_hidden_state
+    assert torch.equal(load_filter(plain, tmp_path)(ids).last_hidden_state, expected)
+    assert torch.equal(load_filter(model, tmp_path)(ids).last_hidden_state, expected)
+
+
+def test_a_filter_file_names_the_class_that_fsdp_made_its_own_from(tmp_path):
+    """FSDP2 gives a model the class FSDP..., and accelerate may wrap its layers."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    own, bert = (turn_on(patch_model(m)) for m in (torch.nn.TransformerEncoder(layer, 2), BERT.build()))
+    for model in (own, bert):
+        plain, kind = unpatch_model(copy.deepcopy(model)), type(model)
+        model.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch.distributed.fsdp"})
+        if model is own:
+            own.layers[0] = checkpoint_wrapper(own.layers[0])
+        save_filter(model, tmp_path, base_model="me/base")
+        assert json.loads((tmp_path / "graph_filter.json").read_text())["base_model"]["class"] == kind.__name__
+        assert len(filter_status(load_filter(plain, tmp_path))) == len(filter_status(model))
 
 
 def test_changes_of_the_config_stay_when_a_model_is_unpatched():

@@ -45,7 +45,7 @@ def install() -> None:
     wrap(PeftModel, "__init__", _create_with_filter)
     wrap(PeftModel, "from_pretrained", load_with_filter)
     wrap(PeftModel, "load_adapter", load_with_filter)
-    wrap(PeftModel, "delete_adapter", _delete_with_filter)
+    wrap(PeftModel, "delete_adapter", delete_with_filter)
     wrap(PeftMixedModel, "from_pretrained", load_with_filter)
     wrap(PeftConfigMixin, "from_peft_type", _read_record)
     wrap(PeftConfigMixin, "save_pretrained", _write_record)
@@ -217,9 +217,10 @@ def _read_configuration(arguments: dict[str, Any]) -> Any:
     return None
 
 
-def _delete_with_filter(original: Function, self: Any, adapter_name: str) -> None:
-    original(self, adapter_name)
-    if not self.peft_config and patched_modules(self, required=False):
+def delete_with_filter(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Delete adapters of a PEFT or transformers model, with the last one also the filter that came with them."""
+    original(self, *args, **kwargs)
+    if not getattr(self, "peft_config", None) and patched_modules(self, required=False):
         copies.drop_copies(base := unwrapped(self))
         if vars(base).get(STARTS):  # the filter came with the adapters
             unpatch_model(base)

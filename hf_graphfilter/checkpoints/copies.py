@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError, shown
 from ..filters import GraphFilter
 from ..filters.core.attached import CHILD
+from ..hosts import unwrapped
+from ..patching.patch import STARTS
 from ..wrappers import Function
 
 
@@ -33,11 +35,14 @@ def unload_with_copies(original: Function, self: Any, *args: Any, **kwargs: Any)
     for (parent, name, _), copy in zip(wrappers, copies, strict=True):
         setattr(parent, name, copy)
     try:
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
     except BaseException:
         for parent, name, wrapper in wrappers:
             setattr(parent, name, wrapper)
         raise
+    if any(copy is not wrapper.original_module for (*_, wrapper), copy in zip(wrappers, copies, strict=True)):
+        vars(unwrapped(self.model)).pop(STARTS, None)  # the model's own filter is the trained one now
+    return result
 
 
 def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:

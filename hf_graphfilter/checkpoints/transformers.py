@@ -33,7 +33,7 @@ from ..logs import log_filters
 from ..patching.base_weights import remember_weights
 from ..patching.restore import apply_record, check_resolved, reset_missing, resolve
 from ..wrappers import Function, wrap
-from .adapters import check_loaded_weights, load_with_filter
+from .adapters import check_loaded_weights, delete_with_filter, load_with_filter
 from .readme import write_readme
 from .values import check_values
 
@@ -62,6 +62,7 @@ def install() -> None:
     for name, hook in hooks.items():
         wrap(PreTrainedModel, name, hook)
     wrap(PreTrainedModel, "load_adapter", load_with_filter)
+    wrap(PreTrainedModel, "delete_adapter", delete_with_filter)
     wrap(PreTrainedModel, "_load_pretrained_model", check_loaded_weights)
 
 

@@ -81,7 +81,8 @@ class Polynomial(PowerSeries):
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         if not self.steps or (self.in_powers and value.dtype in (torch.float32, torch.float64)):
             return super().forward(shift, value)
-        coefficients = self.learned if self.expansion is None else self._expand(self.expansion, torch.float32)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        coefficients = self.learned if self.expansion is None else self._expand(self.expansion, dtype)
         shift.exact = known_zero(coefficients)
         attended = shift(value)
         theta = coefficients.t().contiguous().unbind()

@@ -59,9 +59,7 @@ class Fit:
             raise GraphFilterError("filters cannot be fitted inside torch.inference_mode(): call this outside of it")
         self.model, self.batches, self.rates = model, batches, rates
         self.modules = dict(filters_of(model, required=True))
-        parameters = [p for graph_filter in self.modules.values() for p in graph_filter.parameters()]
-        self._dtypes = [(p, p.dtype) for p in parameters]
-        share(parameters)  # before any measurement
+        share(p for graph_filter in self.modules.values() for p in graph_filter.parameters())  # before any measurement
         self.settings = {**fitted_to(model, batches.held_out), "modules": sorted(self.modules), **settings}
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.progress, self.eval_every, self.patience = progress, eval_every, patience
@@ -70,6 +68,7 @@ class Fit:
 
     def only_filters(self) -> AbstractContextManager[None]:
         """Freeze all but the filters."""
+        self._dtypes = [(p, p.dtype) for f in self.modules.values() for p in f.parameters()]
         return only_filters(self.model, self.modules)
 
     def round_filters(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
-from ..filters.core.attached import CHILD
+from ..filters.core.attached import CHILD, filters_of
 
 
 class Host(Protocol):
@@ -65,8 +65,13 @@ class Host(Protocol):
         """Return the sites by the relative names of their modules in checkpoints, where these differ."""
 
 
+def class_name(model: object) -> str:
+    """Return the name of a model's class, or of the one that FSDP2 made its own class from."""
+    return next(c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed.")).__name__
+
+
 def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
-    """Return the record of a patched model.
+    """Return the record of a patched model, without layers that were removed since.
 
     Raises:
         GraphFilterError: it has none, since a part of it was patched separately.
@@ -76,7 +81,9 @@ def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
             f"{type(model).__name__} has no record of its filters, since a part of it was patched separately: pass "
             "that part"
         )
-    return record
+    present = {host.relative_name(model, name) for name, _ in filters_of(model)}
+    groups = [{**group, "modules": [n for n in group["modules"] if n in present]} for group in record["filters"]]
+    return {**record, "filters": [group for group in groups if group["modules"]]}
 
 
 def describe_site(module: Any) -> str:
@@ -106,7 +113,7 @@ def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
 
 
 # what PyTorch's wrappers name the module inside
-_WRAPPED_NAMES = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+WRAPPED_NAMES = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
 def _is_of_peft(module: object) -> bool:
@@ -118,7 +125,7 @@ def without_wrappers(model: nn.Module, name: str) -> str:
     module: Any = model
     parts, in_wrapper = [], False
     for part in name.split("."):
-        if part in _WRAPPED_NAMES:
+        if part in WRAPPED_NAMES:
             module = module._modules[part]
             continue
         # a wrapper names what it wraps as it likes, and may hold one copy per adapter

@@ -17,6 +17,7 @@ from ...filters.core.attached import CHILD, active_filter, filters_of, patched_m
 from ...filters.core.record import group_by_config
 from ...models import find_class
 from ...wrappers import Function
+from ..base import WRAPPED_NAMES
 from .implementation import CURE, IMPLEMENTATION
 from .sites import relative_name
 
@@ -125,11 +126,11 @@ def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
     """
     check_recorded(model)
     if state and not model._hf_peft_config_loaded:  # empty in all processes but the first
-        state_keys = {key.replace("_fsdp_wrapped_module.", "") for key in state}
+        state_keys = set(map(_without_wrapper_names, state))
         # The model's own state_dict would gather what FSDP has sharded, which all processes would have to do.
         filters = [(name, module._modules[CHILD]) for name, module in patched_modules(model, required=False)]
         keys = [f"{name}.{CHILD}.{key}" for name, graph_filter in filters for key in graph_filter.state_dict()]
-        names = [key.replace("_fsdp_wrapped_module.", "") for key in keys]
+        names = [*map(_without_wrapper_names, keys)]
         if missing := [key for key in names if key not in state_keys]:
             raise GraphFilterError(
                 f"state_dict lacks {len(missing)} of the {len(names)} filter weights of this {type(model).__name__} "
@@ -144,6 +145,10 @@ def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
     finally:
         for attributes, name in added:
             attributes.pop(name, None)
+
+
+def _without_wrapper_names(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in WRAPPED_NAMES)
 
 
 def check_recorded(model: PreTrainedModel) -> None:

@@ -183,6 +183,8 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
         out = self.graphormer(*inputs, **{**kwargs, "return_dict": True})
         logits = self.classifier(self._pool(out.last_hidden_state, attention_mask))
         config = self.config
+        if config.label_std is not None or config.label_mean is not None:  # half precision would round to their digits
+            logits = logits.float() if logits.element_size() < 4 else logits
         if config.label_std is not None:
             logits = logits * logits.new_tensor(config.label_std)
         if config.label_mean is not None:
