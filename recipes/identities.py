@@ -124,6 +124,7 @@ def list_data(root: Path, visible: bool) -> list[Path]:
     return [f for f in files if not visible or not any(name.startswith(".") for name in f.relative_to(root).parts)]
 
 
+@functools.cache
 def has_hidden_folders(root: Path) -> bool:
     """Return whether a folder holds hidden ones, at any depth: .git, say, or the .cache of a download."""
     return any(name.startswith(".") for _, folders, _ in os.walk(root, followlinks=True) for name in folders)

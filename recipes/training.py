@@ -120,6 +120,11 @@ def make_trainer(
     **options: Any,
 ) -> Trainer:
     """Return an ordinary Trainer with an optimizer group for the filter, whose coefficients and losses are logged."""
+    if training.n_gpu > 1:  # as DataParallel, which no record would show
+        raise GraphFilterError(
+            f"{training.n_gpu} GPUs in one process multiply the rows of a step: set CUDA_VISIBLE_DEVICES=0, or start "
+            f"torchrun --nproc-per-node {training.n_gpu}"
+        )
     trainer = trainer_class(model=model, args=training, **options)
     get_sampler, trainer_ref = (
         type(trainer)._get_train_sampler,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils.deepspeed import DummyOptim
 from datasets import Dataset
 from models import FAMILIES, turn_on
 from test_pipelines import TEXTS, WORDS, tokenizer
@@ -35,7 +36,7 @@ from hf_graphfilter import (
     patch_model,
     unpatch_model,
 )
-from hf_graphfilter.training.learning_rate import VARIABLE, rate_from_environment
+from hf_graphfilter.training.learning_rate import VARIABLE, rate_from_environment, split_filter_groups
 
 QUIET = {
     "report_to": "none",
@@ -193,6 +194,21 @@ class Own(Trainer):
         return self.optimizer
 
 
+class OwnWithoutResult(Own):
+    """Returns nothing, as the Trainer does not ask for it."""
+
+    def create_optimizer(self, model=None):
+        super().create_optimizer(model)
+
+
+class TensorRate(torch.optim.SGD):
+    """Keeps its rates as tensors, as optimizers of torchao do."""
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        group["lr"] = torch.tensor(group["lr"])
+
+
 class Decaying(Trainer):
     """Decays nothing but the embeddings, and trains a parameter that is none of the model's."""
 
@@ -233,11 +249,33 @@ def test_a_trainer_that_makes_its_optimizer_alone(tmp_path, transformers_warning
     trained = model()
     trainer = train(trained, FilterTrainingArguments(tmp_path, **LITTLE, filter_lr=0.05), Own)
     assert rates(trainer.optimizer, trained) == ({0.05}, {2e-5})
+    trained = model()
+    trainer = train(trained, FilterTrainingArguments(tmp_path, **LITTLE, filter_lr=0.05), OwnWithoutResult)
+    assert rates(trainer.optimizer, trained) == ({0.05}, {2e-5})
     args = TrainingArguments(tmp_path, **LITTLE)
     train(model(), args, Own, optimizer_cls_and_kwargs=filter_optimizer(args))  # which nobody reads
     (line,) = transformers_warnings
     assert SHARED in line
     transformers_warnings.clear()
+
+
+def test_rates_that_are_tensors_stay_tensors():
+    trained = model()
+    optimizer = TensorRate(trained.parameters(), lr=2e-5)
+    split_filter_groups(optimizer, trained, 0.05)
+    assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
+    assert [group["lr"].item() for group in optimizer.param_groups] == pytest.approx([2e-5, 0.05])
+
+
+@pytest.mark.parametrize("in_arguments", [True, False])
+def test_an_optimizer_of_the_deepspeed_file_is_refused(in_arguments, tmp_path):
+    """The Trainer then holds a stand-in of accelerate, and makes none itself."""
+    args = FilterTrainingArguments(tmp_path, **LITTLE, **({"filter_lr": 0.05} if in_arguments else {}))
+    options = {} if in_arguments else {"optimizer_cls_and_kwargs": filter_optimizer(args, 0.05)}
+    trainer = Trainer(model(), args, **options)
+    trainer.optimizer = DummyOptim([])
+    with pytest.raises(GraphFilterError, match="the DeepSpeed file names an optimizer"):
+        trainer.create_optimizer()
 
 
 class Distilled(nn.Module):

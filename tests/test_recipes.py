@@ -1153,6 +1153,13 @@ def test_rows_of_like_lengths_come_in_the_order_of_seed_and_epoch(tmp_path):
     assert orders[0] != orders[1]
 
 
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    arguments = Seq2SeqTrainingArguments(tmp_path, report_to="none", use_cpu=True)
+    arguments._n_gpu = 2
+    with pytest.raises(GraphFilterError, match="2 GPUs in one process multiply the rows of a step: set CUDA_VISIBLE"):
+        training.make_trainer(None, arguments, torch.nn.Linear(1, 1))
+
+
 def test_a_run_that_resumes_within_an_epoch_has_the_order_of_that_epoch(tmp_path):
     """Of several processes accelerate sets the epoch of the batches that it wraps, which then hide the sampler."""
     rows = Dataset.from_dict({"input_ids": [[1] * (1 + i % 9) for i in range(99)]})

@@ -101,7 +101,9 @@ def split_filter_groups(
     for group in optimizer.param_groups:
         coefficients = [p for p in group["params"] if id(p) in filter_ids]
         missing -= {id(p) for p in coefficients}
-        options = {**group, "lr": filter_lr, "weight_decay": 0.0}
+        lr = group["lr"]  # a tensor in optimizers of torchao, which must stay one
+        rate = torch.full_like(lr, filter_lr) if isinstance(lr, torch.Tensor) else filter_lr
+        options = {**group, "lr": rate, "weight_decay": 0.0}
         filter_groups += [{**options, "params": parameters} for parameters in split_by_mesh(coefficients)]
         if weights := [p for p in group["params"] if id(p) not in filter_ids]:
             weight_groups.append({**group, "params": weights})

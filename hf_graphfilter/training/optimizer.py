@@ -159,14 +159,21 @@ def give_filter_rate(trainer_class: type[Trainer]) -> None:
     wrap(owner, "create_optimizer", _create_optimizer)
 
 
-def _create_optimizer(original: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+def _create_optimizer(original: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> torch.optim.Optimizer | None:
     has_rate = hasattr(trainer.args, "filter_lr") or rate_from_environment() is not None
     model: Any = next(iter((*args, *kwargs.values())), None) or trainer.model
-    trains_filter = has_rate and trainer.optimizer is None and any(p.requires_grad for p in filter_parameters(model))
+    uses_factory = isinstance((trainer.optimizer_cls_and_kwargs or (None,))[0], _Factory)
+    has_filter = (has_rate or uses_factory) and any(p.requires_grad for p in filter_parameters(model))
+    if has_filter and type(trainer.optimizer).__name__ == "DummyOptim":  # of accelerate, for one that DeepSpeed makes
+        raise GraphFilterError(
+            "the DeepSpeed file names an optimizer, which would train the filter at the rate of the model: remove its "
+            "sections optimizer and scheduler, so that the Trainer makes them"
+        )
+    trains_filter = has_filter and has_rate and trainer.optimizer is None
     if trains_filter:
         _check_optimizer(trainer.args)
-    optimizer: torch.optim.Optimizer = original(trainer, *args, **kwargs)
-    uses_factory = isinstance((trainer.optimizer_cls_and_kwargs or (None,))[0], _Factory)
+    result: torch.optim.Optimizer | None = original(trainer, *args, **kwargs)
     if trains_filter and not uses_factory:
+        optimizer: Any = trainer.optimizer if result is None else result  # the Trainer needs no result
         split_filter_groups(optimizer, model, _rate(trainer.args))
-    return optimizer
+    return result
