@@ -22,6 +22,7 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -32,7 +33,8 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer, StaticLayer
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager_attention
 
-from hf_graphfilter import DenseShift, GraphFilterError, filter_parameters, patch_model
+from hf_graphfilter import DenseShift, GraphFilterError, filter_parameters, patch_model, set_blend
+from hf_graphfilter.filters.far_field import FarFieldConfig
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops.few_rows import form_rows
 
@@ -362,11 +364,11 @@ def test_sliding_window_cache(entry):
 SMALL = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
-def stepwise(model, ids, past=None):
+def stepwise(model, ids, past=None, ends=(0, 4, 5, 6, 9)):
     """Logits by a cache, and at once."""
     found = []
     with torch.no_grad():
-        for begin, end in itertools.pairwise((0, 4, 5, 6, 9)):
+        for begin, end in itertools.pairwise(ends):
             step = model(input_ids=ids[:, begin:end], **{CACHE: past}, use_cache=True)
             past = step[CACHE]
             found.append(step.logits)
@@ -400,8 +402,25 @@ def test_attention_that_is_computed_twice_a_pass_is_right_or_refused(entry, stat
     if not static:
         assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids, use_cache=False).logits), "no past yet"
     cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-    with pytest.raises(GraphFilterError, match=r"computes attention several times in a pass|use a DynamicCache"):
+    refusal = r"computes attention several times in a pass|use a DynamicCache"
+    with pytest.raises(GraphFilterError, match=refusal):
         stepwise(model, ids, past=cache)
+    cache.reset()
+    with pytest.raises(GraphFilterError, match=refusal):
+        stepwise(model, ids, past=cache, ends=(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("name", ["gfsa", "far_field"])
+def test_attention_that_is_computed_twice_a_compiled_pass_is_right_or_refused(name):
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**{**SMALL, "num_hidden_layers": 1}, num_key_value_heads=2))
+    model, ids = turn_on(patch_model(model.double().eval(), name)), torch.randint(5, 99, (2, 9))
+    expected = model(input_ids=ids, use_cache=False).logits
+    torch.compiler.reset()
+    step, cache = torch.compile(model, backend="eager"), DynamicCache(config=model.config)
+    with torch.no_grad():
+        assert torch.allclose(step(input_ids=ids, **{CACHE: cache}).logits, expected), "no past yet"
+        with pytest.raises(GraphFilterError, match="computes attention several times in a pass"):
+            step(input_ids=ids[:, :1], **{CACHE: cache})
 
 
 @DECODING
@@ -459,6 +478,33 @@ def test_a_cache_from_the_plain_model_is_refused(entry, refuses):
         model(ids[:, 5:], **{CACHE: static})
 
 
+BLEND = FarFieldConfig(window=2, sinks=0, init="blend")
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "sliding", "state", "blend"])
+def test_a_cache_that_the_plain_model_continued_is_refused(kind):
+    """Between two calls of the patched model, its keys grew and what the filter keeps of them did not."""
+    config = LlamaConfig(**{**TEXT, "num_hidden_layers": 1}, num_key_value_heads=2)
+    plain = MistralForCausalLM(MISTRAL) if kind == "sliding" else LlamaForCausalLM(config)
+    model = patch_model(copy.deepcopy(plain), {"state": "far_field", "blend": BLEND}.get(kind, "gfsa"))
+    turn_on(model)
+    if kind == "blend":
+        set_blend(model, 0.5)
+    cache = StaticCache(config=config, max_cache_len=16) if kind == "static" else DynamicCache(config=plain.config)
+    first, second, third = torch.randint(5, 99, (2, 13)).split([10, 2, 1], 1)
+    with torch.no_grad():
+        model(first, **{CACHE: cache})
+        with pytest.raises(GraphFilterError, match=r"that the filter has not seen: .*unpatched|holds no keys"):
+            plain(second, **{CACHE: cache})
+            model(third, **{CACHE: cache})
+        if kind == "state" or (TRANSFORMERS_5_17 and kind != "static"):
+            return  # the plain model itself refuses a state; that release resets to zeros
+        cache.reset()
+        expected = model(torch.cat([first, second], 1), use_cache=False).logits
+        found = [model(part, **{CACHE: cache}).logits for part in (first, *second.split(1, 1))]
+        torch.testing.assert_close(torch.cat(found, 1), expected)
+
+
 def assign(layer, change):
     layer.keys, layer.values = change(layer.keys), change(layer.values)
 
@@ -486,6 +532,11 @@ def test_a_cache_changed_behind_the_filter_is_refused(entry, change, refuses):
         REPLACED[change](cache)
         with refuses(r"layers.0.self_attn: the keys and values in the cache were replaced without the filter"):
             model(ids[:, 6:], **{CACHE: cache})
+        if TRANSFORMERS_5_17 and not static:
+            return  # its cache keeps the tokens, as zeros
+        cache.reset()
+        expected = model(ids, use_cache=False).last_hidden_state
+        torch.testing.assert_close(model(ids, **{CACHE: cache}).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("name", ["gated", "attnscale", "xsa", "dex"])

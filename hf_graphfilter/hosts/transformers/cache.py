@@ -116,7 +116,7 @@ def recall(
     if type(layer) in FILTERED:
         layer = layers[module.layer_idx] = _with_memory(layer, FILTERED[type(layer)])
     if isinstance(layer, FilteredStaticLayer):
-        layer.check_replaced(request[0])
+        layer.begin_read(request[0])
         return layer, None
     if not isinstance(layer, SignalRows):
         raise GraphFilterError(

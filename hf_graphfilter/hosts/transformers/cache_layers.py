@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from ...errors import GraphFilterError
+from ...errors import UNSEEN, GraphFilterError
 from ...ops.exporting import is_exporting
 
 ROOM = 16  # rows are kept in tensors with room for a sixteenth more, and for as many tokens at least
@@ -28,6 +28,8 @@ REPLACED = (
     "the keys and values in the cache were replaced without the filter (pruned, compressed, sorted), and what it "
     "keeps of past tokens no longer belongs to them: leave the cache as the model fills it, or use use_cache=False"
 )
+
+MISSED = f"the key/value cache holds tokens that the filter has not seen: {UNSEEN}"
 
 EXPORTED_STEP = (
     "an exported decoding step holds the keys and values of its cache, and not the rows of S(V) that this graph filter "
@@ -44,17 +46,29 @@ class LayerMemory(_Layer):
     """A mixin for cache layers that holds further tensors by name, with the batch first."""
 
     kept: dict[Any, Tensor]
-    tokens_at_last_call = -1  # how many tokens it had when the filter last asked
+    is_read = False  # the filter has asked for it since the last update
+    missed = False  # an update came without the filter, so its tensors lack these tokens
     was_called_twice = False  # the filter asked again for the same tokens, so its rows are of two calls
     known: tuple[Any, Any] = (None, None)  # keys and values as the layer itself left them
     replaced = False  # other code has replaced them since
 
     def forget(self) -> None:
         """Forget all tensors, and take the keys and values as they are."""
-        self.kept, self.tokens_at_last_call, self.was_called_twice = {}, -1, False
-        self.known, self.replaced = (self.keys, self.values), False
+        self.kept = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what happened to the layer, and take the keys and values as they are."""
+        self.is_read = self.missed = self.was_called_twice = self.replaced = False
+        self.known = self.keys, self.values
+
+    def begin_update(self) -> None:
+        """Note that tokens come, and whether the filter missed those before them."""
+        self.missed |= bool(self.kept) and not self.is_read
+        self.is_read = False
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.begin_update()
         return self._change(super().update, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _change(self, change: Callable[..., Any], *args: Any, each: Any = None, **kwargs: Any) -> Any:
@@ -76,21 +90,26 @@ class LayerMemory(_Layer):
         Raises:
             GraphFilterError: the filter needs the layer and cannot use it.
         """
-        if torch.compiler.is_compiling():  # which would be bound to the number of tokens
-            return True
-        self.check_replaced(site)
-        self._change_kept(lambda tensor: tensor.to(device))  # from where ``offload`` has put it
-        tokens = self.get_seq_length()
-        self.was_called_twice = self.was_called_twice or tokens == self.tokens_at_last_call
-        self.tokens_at_last_call = tokens
-        if self.was_called_twice and tokens > queries:
+        self.begin_read(site)
+        if self.missed:
+            raise GraphFilterError(f"{site}: {MISSED}")
+        if not torch.compiler.is_compiling():
+            self._change_kept(lambda tensor: tensor.to(device))  # from where ``offload`` has put it
+        # a compiled step that reads the number of tokens is bound to it, so this one reads it only to raise
+        if self.was_called_twice and self.get_seq_length() > queries:
             raise GraphFilterError(f"{site}: {TWICE}")
         return not self.was_called_twice
 
-    def check_replaced(self, site: str) -> None:
-        """Raise if the filter's tensors do not belong to the keys and values of the layer."""
+    def begin_read(self, site: str) -> None:
+        """Note that the filter asks for the layer.
+
+        Raises:
+            GraphFilterError: the filter's tensors do not belong to the keys and values of the layer.
+        """
         if self.replaced and self.kept:
             raise GraphFilterError(f"{site}: {REPLACED}")
+        self.was_called_twice |= self.is_read
+        self.is_read = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Detach the filter's tensors with the keys: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
@@ -178,8 +197,10 @@ class SignalRows(LayerMemory):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         length = self.get_seq_length()
         self._change(super().crop, *args, **kwargs)
-        removed, self.tokens_at_last_call = length - self.get_seq_length(), -1
+        removed = length - self.get_seq_length()
         self.ends = {application: max(end - removed, 0) for application, end in self.ends.items()}
+        if not self.get_seq_length():
+            self.forget()
 
 
 def _is_writable(kept: Tensor) -> bool:
@@ -214,20 +235,26 @@ class FilteredStaticLayer(LayerMemory, StaticLayer):
     def reset(self) -> None:
         super().reset()
         self._change_kept(Tensor.zero_)
-        self.begun = frozenset()
+        self.restart()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         super().crop(*args, **kwargs)
         if not int(self.cumulative_length):
-            self.begun = frozenset()
+            self.restart()
+
+    def restart(self) -> None:
+        super().restart()
+        self.begun = frozenset()
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
         if is_exporting():
             raise GraphFilterError(EXPORTED_STEP)
         batch, heads, tokens, features = signal.shape
+        if self.was_called_twice:
+            raise GraphFilterError(TWICE)
         if application in self.begun:
-            if tokens > 1 and int(self.cumulative_length) == tokens:  # its first pass again
-                raise GraphFilterError(TWICE)
+            if self.missed:
+                raise GraphFilterError(MISSED)
         else:
             if int(self.cumulative_length) != tokens:
                 raise GraphFilterError(
@@ -235,6 +262,7 @@ class FilteredStaticLayer(LayerMemory, StaticLayer):
                     "them: it was filled by an unpatched model; start with a new cache, or reset() this one"
                 )
             self.begun |= {application}
+            self.missed = False  # these are all tokens; what it keeps from before ``reset`` is zero
         if application not in self.kept:
             self.kept[application] = signal.new_zeros(batch, heads, self.max_cache_len, features)
             if not torch.compiler.is_compiling():

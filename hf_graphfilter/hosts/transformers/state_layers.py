@@ -46,6 +46,7 @@ class StateLayer(KeyedStateLayer):
                 "start with a new cache"
             )
         self.announced = False
+        self.begin_update()
         return self._change(self._count, key_states, value_states)  # type: ignore[no-any-return]
 
     def _count(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
