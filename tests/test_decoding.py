@@ -276,6 +276,22 @@ def test_gradients_through_a_detached_cache(entry):
     torch.testing.assert_close(*found)
 
 
+@filters(lambda entry: entry.keeps_rows)
+def test_gradients_through_a_cache_that_is_cropped_and_used_again(entry):
+    """What is decoded without gradients, after a crop, does not overwrite what autograd has saved."""
+    model, ids = llama(entry)
+    found = []
+    for crops in (False, True):
+        cache = DynamicCache(config=model.config)
+        loss = model(ids, **{CACHE: cache}).last_hidden_state.square().sum()
+        if crops:
+            cache.crop(-3)
+            with torch.no_grad():
+                model(ids[:, :3], **{CACHE: cache})
+        found.append(gradients(model, loss))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 @pytest.fixture
 def sdpa_calls(monkeypatch):
     """Numbers of the query tokens of every SDPA call so far."""

@@ -148,10 +148,11 @@ class SignalRows(LayerMemory):
     """
 
     ends: dict[int, int]  # how many rows of each tensor are in use
+    buffers: frozenset[int]  # applications whose tensor was made here; autograd may have saved those of others
 
     def forget(self) -> None:
         super().forget()
-        self.ends = {}
+        self.ends, self.buffers = {}, frozenset()
 
     def rows(self, application: int) -> Tensor:
         """Return the rows of one application that are in use."""
@@ -170,16 +171,18 @@ class SignalRows(LayerMemory):
 
     def _keep(self, application: int, rows: Tensor) -> None:
         self.kept[application], self.ends[application] = rows, rows.shape[2]
+        self.buffers -= {application}
 
     def _write(self, application: int, signal: Tensor, keys: int) -> None:
-        """Write rows behind those in use, in a larger tensor if there is no room left."""
+        """Write rows behind those in use, in another tensor if there is no room left."""
         end, tokens = self.ends[application], signal.shape[2]
-        if self.kept[application].shape[2] < end + tokens:
+        if application not in self.buffers or self.kept[application].shape[2] < end + tokens:
             old_rows = self._in_window(self.rows(application), keys)
             batch, heads, end, features = old_rows.shape
             buffer = old_rows.new_empty(batch, heads, end + max(end // ROOM, tokens, ROOM), features)
             buffer[:, :, :end] = old_rows
             self.kept[application] = buffer
+            self.buffers |= {application}
         self.kept[application][:, :, end : end + tokens] = signal
         self.ends[application] = end + tokens
 
