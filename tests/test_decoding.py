@@ -519,6 +519,24 @@ def test_a_cache_that_the_plain_model_continued_is_refused(kind):
         expected = model(torch.cat([first, second], 1), use_cache=False).logits
         found = [model(part, **{CACHE: cache}).logits for part in (first, *second.split(1, 1))]
         torch.testing.assert_close(torch.cat(found, 1), expected)
+        cache.reset()
+        plain(first, **{CACHE: cache})
+        with pytest.raises(GraphFilterError, match="that the filter has not seen|but the filter has seen 1 of them"):
+            model(third, **{CACHE: cache})
+
+
+@pytest.mark.skipif(TRANSFORMERS_5_17, reason="its cache keeps the tokens, as zeros")
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(["gfsa", "far_field", "blend"], 2)])
+def test_a_cache_that_was_reset_serves_another_filter(first, second):
+    ids, cache = torch.randint(5, 99, (2, 9)), DynamicCache(config=FAMILIES["llama"].build().config)
+    with torch.no_grad():
+        for name in (first, second):
+            model = turn_on(patch_model(FAMILIES["llama"].build().double(), BLEND if name == "blend" else name))
+            if name == "blend":
+                set_blend(model, 0.5)
+            cache.reset()
+            expected = model(ids, use_cache=False).last_hidden_state
+            torch.testing.assert_close(steps(model, ids, cache), expected)
 
 
 def assign(layer, change):

@@ -16,14 +16,15 @@ from ...errors import UNSEEN, GraphFilterError
 from ...ops.exporting import is_exporting
 from ...shift.operator import PastRows
 from ..base import describe_site
-from .cache_layers import EXPORTED_STEP, FILTERED, FilteredStaticLayer, SignalRows
-from .state_layers import STATEFUL, StateLayer
+from .cache_layers import EXPORTED_STEP, FILTERED, FilteredDynamicLayer, FilteredStaticLayer, SignalRows
+from .state_layers import STATEFUL, KeyedStateLayer
 
 ARGUMENT = "graph_filter_cache"
 # what models and their outputs call a cache; transformers 5.24 gave it a new name
 NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 NAMES = {NAME, "past_key_values", "layer_past"}  # modules may receive it under an earlier name
 _DUMMY: Any = getattr(cache_utils, "DummyLayer", ())  # earlier releases give such a layer no place at all
+_CONVERTIBLE = {DynamicLayer, FilteredDynamicLayer, *STATEFUL.values()}  # while they hold no tokens
 _SHARED = (
     "reads the keys and values of an earlier layer, and has no place in the cache for the memory of its filter: "
     "exclude it with layers=, or use use_cache=False"
@@ -55,20 +56,24 @@ class _ExportedRows(_Rows):
 def announce(past: Any, module: Any) -> None:
     """Prepare the layer of the cache for ``module`` before it runs, if its filter keeps a state there.
 
+    A layer without tokens, such as one that was reset, may have served another kind of filter.
+
     Raises:
         GraphFilterError: another kind of cache (static, quantized ...), or one that an unpatched model filled.
     """
     kind = module.graph_filter.decoding
+    layers, index = _layers(past), module.layer_idx
     if kind == "rows":
+        if index < len(layers) and isinstance(layers[index], KeyedStateLayer) and not layers[index].get_seq_length():
+            layers[index] = _with_memory(layers[index], FilteredDynamicLayer)
         return
     if getattr(module.config, "num_kv_shared_layers", 0):  # later layers may read its keys
         kind = "state and keys"
-    layers, index = _layers(past), module.layer_idx
     create = getattr(_self_attention(past), "layer_class_to_replicate", None)
     while create is not None and len(layers) <= index:
         layers.append(create())
     layer = _layer_of(layers, module)
-    if type(layer) is DynamicLayer and not layer.get_seq_length():
+    if type(layer) in _CONVERTIBLE and type(layer) is not STATEFUL[kind] and not layer.get_seq_length():
         layer = layers[index] = _with_memory(layer, STATEFUL[kind])
     if type(layer) is not STATEFUL[kind]:
         filled = isinstance(layer, DynamicLayer) and layer.get_seq_length()
@@ -77,8 +82,7 @@ def announce(past: Any, module: Any) -> None:
             f"({type(layer).__name__}) "
             + (f"was filled without it: {UNSEEN}" if filled else "cannot hold it: use a DynamicCache")
         )
-    if isinstance(layer, StateLayer):
-        layer.announced = True
+    layer.announced = True
 
 
 def recall(

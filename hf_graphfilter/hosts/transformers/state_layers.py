@@ -18,6 +18,12 @@ class KeyedStateLayer(LayerMemory, DynamicLayer):
     """A ``DynamicLayer`` that also keeps the state of a filter, for a filter that is blended with attention."""
 
     is_croppable = False
+    announced = False  # by ``announce``, before every update: the state lacks what another module adds
+
+    def begin_update(self) -> None:
+        super().begin_update()
+        self.missed |= not self.announced
+        self.announced = False
 
     def reset(self) -> None:
         self.keys = self.values = None
@@ -37,7 +43,6 @@ class StateLayer(KeyedStateLayer):
     """A layer that keeps the state of a filter and the number of tokens, but no keys and values: constant size."""
 
     length = 0
-    announced = False  # by ``announce``, before every update: a module without the filter would see no past
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.announced:
@@ -45,7 +50,6 @@ class StateLayer(KeyedStateLayer):
                 "this cache was filled through a graph filter and holds no keys and values for a module without it: "
                 "start with a new cache"
             )
-        self.announced = False
         self.begin_update()
         return self._change(self._count, key_states, value_states)  # type: ignore[no-any-return]
 
