@@ -609,6 +609,22 @@ def test_a_quantized_cache_is_refused(entry, refuses):
         model(ids, **{CACHE: cache})
 
 
+class PagedAttentionCache:
+    """What a module reads of the cache of continuous batching before it updates it."""
+
+    def update(self, key, value, layer_idx, kwargs):
+        assert kwargs["read_index"] == []
+        return key, value
+
+
+@pytest.mark.parametrize("name", ["gfsa", "far_field"])
+def test_continuous_batching_is_refused(name):
+    attention = patch_model(FAMILIES["llama"].build(), name).layers[0].self_attn
+    hidden, rotation = torch.randn(1, 9, 32), (torch.ones(1, 9, 8), torch.zeros(1, 9, 8))
+    with pytest.raises(GraphFilterError, match=r"layers.0.self_attn: paged attention .* cannot be filtered"):
+        attention(hidden, rotation, None, **{CACHE: PagedAttentionCache()}, read_index=[], write_index=[])
+
+
 @pytest.mark.feature("Generation: static cache with sliding windows", family="llama")
 @WITH_SCORES
 def test_a_static_cache_with_sliding_windows_is_refused(entry, refuses):

@@ -22,7 +22,7 @@ from ...shift.attention import AttentionCall
 from ..base import describe_site
 from ..stand_ins import ModuleView
 from ..watching import has_other_hooks
-from .implementation import BASE_CONFIG, CHOSEN, ENGINES, IMPLEMENTATION, SERVING, read_fields
+from .implementation import BASE_CONFIG, CHOSEN, ENGINES, IMPLEMENTATION, PAGED, SERVING, read_fields
 from .interface import attention_function, honours_softcap, is_textbook
 
 _UNFILTERED = (*ENGINES, IMPLEMENTATION)
@@ -194,7 +194,7 @@ class BaseAttention:
                 "that; load the model with attn_implementation='eager'"
             )
         if options.get("cache") is not None:
-            raise GraphFilterError(f"{site}: paged attention (continuous batching) cannot be filtered; use generate()")
+            raise GraphFilterError(f"{site}: {PAGED}")
 
     def _refuse_unmasked(self) -> None:
         """Raise for masks that FlashAttention receives through other arguments."""

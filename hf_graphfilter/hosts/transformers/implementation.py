@@ -20,6 +20,7 @@ SERVING = (
     "vLLM and SGLang, whose attention writes the cache at every call, cannot serve patched models: use generate() or "
     "transformers serve"
 )
+PAGED = "paged attention (continuous batching) cannot be filtered; use generate()"
 
 
 def read_fields(config: Any, *names: str) -> Any:

@@ -19,7 +19,7 @@ from ..stand_ins import derive_class
 from ..watching import unwatch, watch
 from . import cache
 from .attention import EARLIER, HIDDEN
-from .implementation import BASE_CONFIG, CHOSEN, IMPLEMENTATION, SERVING, read_fields
+from .implementation import BASE_CONFIG, CHOSEN, IMPLEMENTATION, PAGED, SERVING, read_fields
 
 _SITE = "_graph_filter_site"
 
@@ -100,6 +100,8 @@ class _PassOn:
             return None
         extra_kwargs = {}
         if past is not None:
+            if "read_index" in kwargs:  # earlier releases pass this cache on to the attention function, which raises
+                raise GraphFilterError(f"{module.graph_filter.site_name}: {PAGED}")
             cache.announce(past, module)
             extra_kwargs[cache.ARGUMENT] = past
         if reads_hidden:
