@@ -1,6 +1,6 @@
 """Decoding with a key/value cache: the memory of a filter lives on the cache layer itself.
 
-``cache_layers`` and ``state_layers`` define these layers.
+``layer_memory``, ``cache_layers`` and ``state_layers`` define these layers.
 """
 
 from __future__ import annotations

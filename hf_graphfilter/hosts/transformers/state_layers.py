@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ...errors import GraphFilterError
-from .cache_layers import LayerMemory
+from .layer_memory import LayerMemory
 
 
 class KeyedStateLayer(LayerMemory, DynamicLayer):
