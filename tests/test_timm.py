@@ -100,6 +100,11 @@ def images(family, dtype=torch.float32, batch=2):
     return torch.randn(batch, 3, *SIZES.get(family, (32, 32)), generator=g, dtype=dtype)
 
 
+def test_families_of_any_size_get_images_that_need_padding():
+    assert images("vit-dynamic").shape[-2:] == (37, 29)
+    assert images("swin-odd").shape[-2:] == (36, 44)
+
+
 def test_transfer_takes_images_as_tensors():
     model = patch_model(build("vit"), "agf", correction=True)
     draw = torch.Generator().manual_seed(1)
@@ -277,17 +282,17 @@ def test_half_precision_leaves_the_coefficients(dtype):
     assert model(images("vit", dtype)).isfinite().all()
 
 
-SIZES = {"depth": 2, "embed_dim": 48}  # which timm writes by itself from 1.0.31 on
+NAMED = {"depth": 2, "embed_dim": 48}  # which timm writes by itself from 1.0.31 on
 
 
 def saved(model, folder):
-    timm.models.save_for_hf(model, folder, safe_serialization=True, model_args=SIZES)
+    timm.models.save_for_hf(model, folder, safe_serialization=True, model_args=NAMED)
     return folder
 
 
 def named():
     torch.manual_seed(0)
-    return timm.create_model("deit_tiny_patch16_224", **SIZES, num_classes=7)
+    return timm.create_model("deit_tiny_patch16_224", **NAMED, num_classes=7)
 
 
 def test_saved_by_timm_and_loaded_again(tmp_path):
