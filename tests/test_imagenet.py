@@ -100,7 +100,7 @@ def test_models_of_transformers(options, data, vit, tmp_path, transformers_warni
     model = AutoModelForImageClassification.from_pretrained(folder)
     assert model.config.id2label == {0: "blue", 1: "red"}
     assert model.config.layer_norm_eps == 1e-6
-    assert len(filter_status(model)) == 0 if "none" in options else 1 if "--layers" in options else 2
+    assert len(filter_status(model)) == (0 if "none" in options else 1 if "--layers" in options else 2)
     if "agf" in options:
         assert (filter_status(model)[0].coefficients["gate"] == 1).all(), "of the average too"
     assert list(ViTImageProcessor.from_pretrained(folder).image_mean) == [0.4] * 3

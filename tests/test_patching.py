@@ -427,7 +427,7 @@ def test_output_attentions_gives_the_weights():
 def test_configs_round_trip():
     config = GFSAConfig(K=5, w_0=-0.01, learn=("w_0", "w_K"), approximation="none")
     data = config.to_dict()
-    assert data["filter"], data["version"] == ("gfsa", 1)
+    assert (data["filter"], data["version"]) == ("gfsa", 1)
     assert FilterConfig.from_dict(data) == config
 
 
