@@ -14,20 +14,24 @@ USER = "me"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories as ``{repo id: {path: bytes}}``; used as a context manager, ``url`` is its address."""
+    """Repositories as ``{repo id: {path: bytes}}``; used as a context manager, ``url`` is its address.
+
+    ``created`` has what each repository was asked for with, ``commits`` (repo id, branch, message) of each upload.
+    """
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.repos, self.blobs, self.requests = {}, {}, []
+        self.repos, self.created, self.commits, self.blobs, self.requests = {}, {}, [], {}, []
 
     def environment(self, home, **more):
         """Variables of a process for which this is the Hub."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
         own = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
-        return {**kept, **own, **more}
+        direct = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
+        return {**kept, **own, **direct, **more}
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -69,7 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "api/whoami-v2":
             return self.answer({"name": USER, "type": "user", "orgs": []})
         if path == "api/repos/create":
-            name = f"{USER}/{json.loads(body)['name']}"
+            asked = json.loads(body)
+            if asked.get("organization") not in (None, USER):
+                return self.answer({"error": f"{USER} has no rights in {asked['organization']}"}, 403)
+            name = f"{USER}/{asked['name']}"
+            hub.created.setdefault(name, asked)
             hub.repos.setdefault(name, {})
             return self.answer({"url": f"{hub.url}/{name}", "id": "1", "name": name})
         if path == "api/validate-yaml":  # a card's metadata
@@ -115,6 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         if action[0] == "commit":
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
+                if line["key"] == "header":
+                    hub.commits.append((repo, action[1], value["summary"]))
                 if line["key"] == "file":
                     files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":

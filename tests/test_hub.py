@@ -912,7 +912,8 @@ def test_transformers_is_in_the_tested_range():
 PUSH = """
 import torch
 from transformers import BertConfig, BertForSequenceClassification
-from hf_graphfilter import GraphFilterError, filter_parameters, load_filtered_model, patch_model, push_filter
+from hf_graphfilter import GraphFilterError, filter_parameters, load_filter, load_filtered_model, patch_model
+from hf_graphfilter import push_filter
 config = BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
 BertForSequenceClassification(config).push_to_hub("me/base")
 model = patch_model(BertForSequenceClassification.from_pretrained("me/base"), "gfsa", K=3)
@@ -923,10 +924,13 @@ loaded, ids = load_filtered_model("me/filter"), torch.arange(8)[None]
 assert type(loaded) is BertForSequenceClassification
 assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
 assert load_filtered_model("me/filter", dtype=torch.bfloat16).dtype == torch.bfloat16
+push_filter(model, "me/filter", revision="trial", commit_message="Try it")
+again = load_filter(BertForSequenceClassification.from_pretrained("me/base"), "me/filter", revision="trial")
+assert torch.equal(again(ids).logits, model(ids).logits)
 model.save_pretrained("local")
 from typer.testing import CliRunner
 from hf_graphfilter.cli import app
-done = CliRunner().invoke(app, ["push-filter", "local", "me/another", "--base-model", "me/base"])
+done = CliRunner().invoke(app, ["push-filter", "local", "me/another", "--base-model", "me/base", "--private"])
 assert done.exit_code == 0 and "pushed to" in done.output, done.output
 assert torch.equal(load_filtered_model("me/another")(ids).logits, model(ids).logits)
 from huggingface_hub import HfApi, hf_hub_download
@@ -941,6 +945,11 @@ from hf_graphfilter.cli.common import move_to_front
 command = ["patch", "me/base", "out", "--revision", "main", "--push-to-hub", "me/patched", "--device=cpu"]
 done = CliRunner().invoke(app, move_to_front(command))
 assert done.exit_code == 0 and "pushed to me/patched" in done.output, done.output
+done = CliRunner().invoke(app, move_to_front(["unpatch", "local", "plain", "--push-to-hub", "them/plain"]))
+assert isinstance(done.exception, GraphFilterError), done.output
+assert "plain is saved, but cannot be pushed to them/plain: " in str(done.exception)
+assert "me has no rights in them" in str(done.exception)
+BertForSequenceClassification.from_pretrained("plain")
 try:
     push_filter(model, "me/filter", token="wrong")
 except GraphFilterError as error:
@@ -982,6 +991,11 @@ def test_a_filter_is_pushed_and_fetches_its_base_model(tmp_path):
         "graph_filter.safetensors",
     }
     assert {"config.json", "model.safetensors"} <= {*hub.repos["me/patched"]}
+    private = {r for r, sent in hub.created.items() if sent.get("private") or sent.get("visibility") == "private"}
+    assert private == {"me/filter", "me/another"}
+    assert ("me/filter", "trial", "Try it") in hub.commits
+    for name in ("graph_filter.json", "graph_filter.safetensors"):
+        assert ("HEAD", f"me/filter/resolve/trial/{name}") in hub.requests
     card = hub.repos["me/filter"]["README.md"].decode()
     assert 'model = load_filtered_model("me/filter")' in card
     assert "base_model_relation: adapter" in card
