@@ -571,8 +571,16 @@ def test_a_failure_leaves_the_model_as_it_was():
 def test_gradient_checkpointing_changes_no_result():
     plain, again = llama(), llama()
     few = {"precision": "bf16", "budget": 200, "evaluations": 1}
+    passes = {plain: 0, again: 0}
+    for model in passes:
+
+        def count(*_, model=model):
+            passes[model] += 1
+
+        model.model.layers[0].mlp.register_forward_pre_hook(count)
     first = run(plain, **few)
     second = run(again, **few, gradient_checkpointing=True)
+    assert passes[again] > passes[plain] > 0, "activations are computed again in the backward pass"
     assert not any(getattr(module, "gradient_checkpointing", False) for module in again.modules())
     assert second.after == pytest.approx(first.after, rel=1e-3)
 
@@ -867,12 +875,15 @@ def test_half_precision_is_measured_as_it_is_saved(options):
 
 
 def test_gradients_under_autocast_are_those_of_the_ordinary_training(monkeypatch):
-    seen = []
+    seen, dtypes = [], set()
     backward = torch.Tensor.backward
     monkeypatch.setattr(
         torch.Tensor, "backward", lambda *a, **k: (seen.append(torch.is_autocast_enabled("cpu")), backward(*a, **k))
     )
-    run(llama(), precision="bf16", budget=300, evaluations=2)
+    model = llama()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *a: dtypes.add(a[-1].dtype))
+    run(model, precision="bf16", budget=300, evaluations=2)
+    assert torch.bfloat16 in dtypes, "it is computed in bfloat16"
     assert seen
     assert not any(seen), "the trainer of accelerate leaves autocast before"
 
