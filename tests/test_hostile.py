@@ -397,6 +397,7 @@ def test_a_local_checkpoint_needs_no_network(tmp_path, monkeypatch):
         raise AssertionError(args)
 
     monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)  # without a network no connection is tried after it
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for kind in (*LOADERS, "export_remote_code"):
         saved(kind, tmp_path / kind)()

@@ -8,7 +8,7 @@ import pytest
 import test_common
 import torch
 from filters import FILTERS, MENU, cases
-from models import FAMILIES, output, turn_on
+from models import FAMILIES, output, turn_on, use
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -242,10 +242,14 @@ def test_values_narrower_than_queries(name):
     widths = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 2}
     model, ids = DeepseekV3Model(DeepseekV3Config(**sizes, **heads, **widths)).eval(), torch.arange(14).view(2, 7)
     with torch.no_grad():
-        expected = model(ids).last_hidden_state
-        found = patch_model(model, MENU[name].config)(ids).last_hidden_state
-        assert found.shape == expected.shape
-        assert torch.equal(found, expected) or not MENU[name].config.starts_as_original
+        original = model(ids).last_hidden_state
+        start = patch_model(model, MENU[name].config)(ids).last_hidden_state
+        assert start.shape == original.shape
+        assert torch.equal(start, original) or not MENU[name].config.starts_as_original
+        found = turn_on(model)(ids).last_hidden_state
+        expected = use(model, "eager")(ids).last_hidden_state
+        torch.testing.assert_close(found, expected)
+        assert not torch.allclose(found, original), "the filter does nothing"
 
 
 def test_the_highest_orders_are_those_that_float32_can_add_up():

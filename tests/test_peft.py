@@ -415,7 +415,10 @@ def test_virtual_keys(entry, base, ids, refuses):
     turn_on(patch_model(base, entry.config))
     model = peft.get_peft_model(base, copy.deepcopy(PREFIX)).double().eval()
     if entry.config.filter in KEEP_NOTHING:
-        model(input_ids=ids)
+        found = model(input_ids=ids).logits
+        torch.testing.assert_close(model(input_ids=ids[:, :5]).logits, found[:, :5])  # by their places among the keys
+        unpatch_model(base)
+        assert not torch.allclose(model(input_ids=ids).logits, found), "the filter does nothing"
         return
     with refuses("prefix tuning, whose virt"):
         model(input_ids=ids)

@@ -456,10 +456,16 @@ def test_theorem_3_1(n, K, sharpness, causal, seed):
     """||A^K - (A + (K-1)(A^2 - A))||_inf <= 2K for row-stochastic A."""
     g = torch.Generator().manual_seed(seed)
     scores = torch.randn(n, n, dtype=torch.float64, generator=g) * sharpness
+    eye = torch.eye(n, dtype=torch.float64)
+    exact, approximate = (
+        gfsa(*(x[None, None] for x in (scores, eye, eye)), 0.0, 0.0, 1.0, K, causal=causal, scale=1.0, approximation=a)
+        for a in ("none", "taylor")
+    )
     if causal:
         scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
     A = scores.softmax(-1)
-    error = torch.matrix_power(A, K) - (A + (K - 1) * (A @ A - A))
+    torch.testing.assert_close(exact[0, 0], torch.matrix_power(A, K))
+    error = exact - approximate
     assert error.abs().sum(-1).max() <= 2 * K + 1e-9
 
 
