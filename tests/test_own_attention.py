@@ -1,7 +1,6 @@
 """``GraphFilterAttention``, and training and looking at models of PyTorch by a loop of one's own."""
 
 import copy
-import os
 from functools import partial
 
 import pytest
@@ -208,9 +207,8 @@ def test_a_loop_of_ones_own_with_penalties():
     assert max(row.moved or 0 for row in filter_status(model)) > 0
 
 
-def _train(rank, port, folder):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+def _train(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model = patch_model(FAMILIES["encoder"].build().train(), "gfsa")
     model = nn.parallel.DistributedDataParallel(model)
     given = inputs("encoder")["src"][rank : rank + 1]
@@ -221,7 +219,7 @@ def _train(rank, port, folder):
 
 @pytest.mark.slow
 def test_two_processes_get_the_same_gradients(tmp_path):
-    torch.multiprocessing.spawn(partial(_train), args=(29533, tmp_path), nprocs=2)
+    torch.multiprocessing.spawn(partial(_train), args=(tmp_path,), nprocs=2)
     mine, theirs = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     model = patch_model(FAMILIES["encoder"].build().train(), "gfsa")
     (model(**inputs("encoder")).square().sum() / 2).backward()

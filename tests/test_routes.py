@@ -238,14 +238,13 @@ def test_a_rerouted_module_raises(entry, implementation, refuses):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_attention_of_engines_is_refused(engine, monkeypatch):
-    AttentionInterface.register(engine, sdpa_attention_forward)
     monkeypatch.setattr(AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping})
+    AttentionInterface.register(engine, sdpa_attention_forward)
     config = patched("llama", GFSA).config
     config._attn_implementation = engine  # what their transformers backends do before they build the model
     model = AutoModel.from_config(config)
     with pytest.raises(GraphFilterError, match=f"attention by '{engine}' cannot be filtered; vLLM and SGLang"):
         output(model, FAMILIES["llama"].inputs())
-    AttentionInterface._global_mapping.pop(engine)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
