@@ -656,5 +656,13 @@ def test_a_number_is_a_layer_of_the_encoder_where_there_are_both():
 
 
 def test_float16_models_are_measured_in_float32():
-    model = build("bert").float().to(torch.bfloat16)
-    assert smoothing(model, [texts()])[0, "cosine"].mean.isfinite()
+    """Squares of their hidden states are beyond the range of float16."""
+    model = build("bert").float()
+    model.embeddings.LayerNorm.weight.data *= 30
+    model = model.half()
+    ((states, *_),) = reference(model, texts()).values()
+    assert states[0].square().sum(-1).max().isinf()
+    found, expected = (smoothing(m, [texts()]) for m in (model, copy.deepcopy(model).float()))
+    for layer in (-1, 0, 1):
+        mean = expected[layer, "cosine"].mean.item()
+        assert found[layer, "cosine"].mean.item() == pytest.approx(mean, rel=1e-2)
