@@ -4,13 +4,14 @@ import csv
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_graphfilter import patch_model
+from hf_graphfilter import parameter_groups, patch_model
 from hf_graphfilter.filters.core.attached import filters_of
 
 ROOT = Path(__file__).parents[1]
@@ -211,6 +212,60 @@ def test_steps_by_length_add_the_losses_that_filters_declare():
         "agf": {"orthogonality"},
         "singularformer": {"orthogonality", "diagonal"},
         "kernelution": {"kernel_polynomial"},
+    }
+
+
+def test_filters_are_timed_as_they_train():
+    from shapes import bert, patch_filter
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    build, *_ = bert(False, "cpu", **sizes, intermediate_size=48)
+    coefficients = [graph_filter.coefficients() for _, graph_filter in filters_of(patch_filter(build(), "gfsa"))]
+    assert len(coefficients) == 2
+    for values in coefficients:
+        assert not values["w_0"].any(), "it is fixed"
+        assert values["w_K"].all(), "with it at 0, A would be applied only once"
+
+
+def test_a_gate_that_rises_leaves_all_steps_to_a_blend(monkeypatch):
+    import transfer
+    from test_conversion import llama, texts
+
+    steps, gates = [], []
+
+    class Counted(torch.optim.AdamW):
+        def step(self, *args, **options):
+            steps.append(1)
+            gates.append([f.gate.unique().tolist() if f.gate is not None else None for _, f in filters_of(model)][0])
+            return super().step(*args, **options)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Counted)
+    model = patch_model(llama(), "agf", init="blend")
+    batches = [batch["input_ids"] for batch in texts(3)]
+    rise = partial(transfer.raise_gate, model, 2)
+    transfer.fit(model, batches, 5, 1e-3, parameter_groups(model, 1e-3, 0.01), rise)
+    assert len(steps) == 5
+    assert gates == [[0.5], [1.0], None, None, None]
+
+
+def test_each_processor_has_a_bound_of_its_own(monkeypatch):
+    from pages import long_texts
+
+    def measurement(device, ratio, bound):
+        values = {"converted": {"ratio_to_plain": ratio}, long_texts.BARE: {"ratio_to_plain": bound}}
+        return {"what": "prefill", "tokens": 4096, "device": f"{device}, 2 threads", "values": values}
+
+    measurements = [measurement("a CPU", 0.9, 0.8), measurement("a GPU", 0.7, 0.4)]
+    models = [{"name": long_texts.SPEED[0], "measurements": measurements}]
+    monkeypatch.setattr(long_texts, "read_models", lambda kind: models)
+    header, _, row = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in long_texts.long_ratios().splitlines()
+    )
+    assert dict(zip(header[2:], row[2:], strict=True)) == {
+        "a CPU": "0.90",
+        "a CPU, no attention": "0.80",
+        "a GPU": "0.70",
+        "a GPU, no attention": "0.40",
     }
 
 
