@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from models import FAMILIES
+from models import FAMILIES, output, turn_on
 from oracle import dense_twin, far_field_matrix
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -19,7 +19,15 @@ from transformers import (
     LlamaModel,
 )
 
-from hf_graphfilter import FarFieldConfig, GraphFilterError, filter_status, load_filter, patch_model, save_filter
+from hf_graphfilter import (
+    FarFieldConfig,
+    GraphFilterError,
+    filter_parameters,
+    filter_status,
+    load_filter,
+    patch_model,
+    save_filter,
+)
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops import block_attention, joint_softmax
 from hf_graphfilter.ops.block_attention import FarMeans
@@ -213,6 +221,19 @@ def test_a_memory_holds_the_tokens_that_the_oracle_holds(memory, padding):
     mask[0, :padding] = 0
     given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": False}
     torch.testing.assert_close(model(ids, **given)[0][mask.bool()], twin(ids, **given)[0][mask.bool()])
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_little_in_encoders_and_decoders(family, dtype):
+    plain, inputs = FAMILIES[family].build(), FAMILIES[family].inputs(tokens=27)
+    model = turn_on(patch_model(copy.deepcopy(plain), "far_field", window=4, sinks=3))
+    original, expected = output(plain, inputs), output(model, inputs)
+    with torch.autocast("cpu", dtype):
+        found = output(model, inputs)
+    assert (found - expected).norm() < 0.3 * (found - original).norm()
+    found.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in filter_parameters(model))
 
 
 def test_a_memory_of_all_far_tokens_gives_the_original_attention():

@@ -133,7 +133,7 @@ def far_of_blocks(blocks: FarMeans, past: FarMeans | None, causal: bool) -> FarM
         return before
     mirrored = FarMeans(*(x.flip(2) for x in blocks))
     after = FarMeans(*(x.flip(2) for x in accumulate_blocks(_shift(mirrored, 2))))
-    share = torch.sigmoid(after.mass - before.mass).unsqueeze(-1)
+    share = torch.sigmoid(after.mass - before.mass).unsqueeze(-1).to(before.mean.dtype)  # narrower under autocast
     return FarMeans(torch.logaddexp(before.mass, after.mass), torch.lerp(before.mean, after.mean, share))
 
 
