@@ -6,6 +6,7 @@ It shares no code with the package: scores, softmax, and each filter's formula a
 import math
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -414,8 +415,28 @@ def _keep_hidden(module, args, kwargs):
     module.seen_hidden = args[0] if args else kwargs["hidden_states"]
 
 
+def live_coefficients(graph_filter):
+    """What ``coefficients`` returns, but through which gradients reach the parameters."""
+    with mock.patch.object(torch.Tensor, "detach", lambda tensor: tensor):
+        return graph_filter.coefficients()
+
+
+def live_weights(graph_filter):
+    return {**dict(graph_filter.named_parameters()), **dict(graph_filter.named_buffers())}
+
+
+def compare_own_gradients(patched, twin_filters, **tolerance):
+    """The gradients of the filters of ``patched``, and of the copy of it that an explicit twin was made of."""
+    reference = dict(twin_filters.named_parameters())
+    for name, parameter in patched.named_parameters():
+        if "graph_filter." in name and parameter.grad is not None:
+            expected = reference[name].grad
+            expected = torch.zeros_like(parameter) if expected is None else expected
+            torch.testing.assert_close(parameter.grad, expected, msg=lambda m, name=name: f"{name}: {m}", **tolerance)
+
+
 def dense_twin(plain, patched, formula):
-    """``plain`` computing what ``patched`` should, with explicit matrices."""
+    """``plain`` computing what ``patched`` should, with explicit matrices; gradients reach the filters of ``patched``."""
     use(plain, NAME)
     left: dict = {}
     plain.register_forward_pre_hook(lambda *_: left.clear())
@@ -423,9 +444,9 @@ def dense_twin(plain, patched, formula):
         if "graph_filter" in module._modules:
             f = module.graph_filter
             twin = plain.get_submodule(name)
-            twin.oracle = partial(formula, c=f.coefficients(), config=f.config)
+            twin.oracle = partial(formula, c=live_coefficients(f), config=f.config)
             twin.seen_first = partial(first_of, left, f)
-            twin.seen_weights = {k: w.detach() for k, w in f.state_dict().items()}
+            twin.seen_weights = live_weights(f)
             twin.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
     return plain
 
@@ -448,7 +469,7 @@ def timm_twin(plain, patched, formula):
             twin.register_forward_pre_hook(lambda m, args, seen=seen: seen.update(hidden=args[0]))
             twin.attn_drop.register_forward_hook(
                 lambda m, i, A, f=f, twin=twin, seen=seen: as_matrix(
-                    formula(A, f.coefficients(), f.config, scores_of(twin, seen["hidden"], f)),
+                    formula(A, live_coefficients(f), f.config, scores_of(twin, seen["hidden"], f)),
                     scores_of(twin, seen["hidden"], f).value,
                 )
             )
@@ -468,7 +489,7 @@ def scores_of(module, hidden, graph_filter):
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     scores = query @ key.mT * module.scale
-    weights = {k: w.detach() for k, w in graph_filter.state_dict().items()}
+    weights = live_weights(graph_filter)
     allowed = torch.ones_like(scores, dtype=torch.bool)
     return SimpleNamespace(
         query=query,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from filters import FILTERS, NO_THIRD, Third, by_axis, combinations, common, each_once, everything, filters
 from models import FAMILIES, ONE_OF_A_KIND, TOKENS, output, realigned, turn_on, use
-from oracle import dense_twin
+from oracle import compare_own_gradients, dense_twin
 from transformers import AutoModel, Wav2Vec2Model
 
 from hf_graphfilter import GraphFilter, GraphFilterError, filter_parameters, filter_status, patch_model, unpatch_model
@@ -130,11 +130,12 @@ def check_gradients(family, entry, padding):
             pytest.skip("takes no mask")
         inputs["attention_mask"][1, -padding:] = 0
     patched = turn_on(family.patch(copy.deepcopy(plain), entry)).train()
+    twin_filters = copy.deepcopy(patched)
     weights = torch.randn(output(plain, inputs).shape)
     if padding:
         weights[1, -padding:] = 0
     (output(patched, inputs) * weights).sum().backward()
-    (output(dense_twin(plain, patched, entry.formula).train(), inputs) * weights).sum().backward()
+    (output(dense_twin(plain, twin_filters, entry.formula).train(), inputs) * weights).sum().backward()
     reference = dict(plain.named_parameters())
     for name, parameter in patched.named_parameters():
         if parameter.grad is None:
@@ -143,6 +144,7 @@ def check_gradients(family, entry, padding):
         assert parameter.grad.isfinite().all(), name
         if name in reference:
             torch.testing.assert_close(parameter.grad, reference[name].grad, atol=1e-8, rtol=1e-6)
+    compare_own_gradients(patched, twin_filters, atol=1e-8, rtol=1e-6)
     # a decoder's first token has no path of two steps, and V_0 is V in the first layer: all layers together must learn
     learned = Counter()
     for _, graph_filter in filters_of(patched):
@@ -213,16 +215,18 @@ def test_half_precision(family, entry):
         found = output(model.to(torch.bfloat16), family.inputs(torch.bfloat16))
         assert found.dtype == torch.bfloat16
         similarity = torch.nn.functional.cosine_similarity(found.float().flatten(), expected.flatten(), dim=0)
-        return found, 1 - similarity.item()
+        return found, expected, 1 - similarity.item()
 
-    _, plain = loss_of_precision(family.build())
-    model = turn_on(family.patch(family.build(), entry), scale=0.1)
-    found, patched = loss_of_precision(model)
+    *_, plain = loss_of_precision(family.build())
+    model = turn_on(family.patch(family.build(), entry))
+    off = output(unpatch_model(copy.deepcopy(model)), family.inputs())
+    found, expected, patched = loss_of_precision(model)
     filters = [m for m in model.modules() if isinstance(m, GraphFilter)]
     assert {p.dtype for f in filters for p in f.coefficients().values()} <= {torch.float32}
     weights = [p for f in filters for name, p in f.named_parameters() if name not in f.coefficient_names()]
     assert {p.dtype for p in weights} <= {torch.bfloat16}
     assert patched < 0.02 + 4 * plain
+    assert (found - expected).norm() < 0.5 * (found - off).norm(), "no more than the filter itself does"
     found.float().square().sum().backward()
     assert all(p.grad.isfinite().all() for p in filter_parameters(model))
 

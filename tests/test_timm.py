@@ -13,7 +13,7 @@ import torch
 from filters import NO_THIRD, Third, combinations, common, each_once
 from hub_server import TOKEN, Hub
 from models import realigned, turn_on
-from oracle import timm_twin
+from oracle import compare_own_gradients, timm_twin
 from safetensors.torch import load_file, save_file
 
 from hf_graphfilter import (
@@ -136,7 +136,8 @@ def test_identical_at_the_start(family, entry, fused):
 def test_equals_the_dense_form(family, entry, fused):
     plain, x = build(family, fused).double(), images(family, torch.float64)
     patched = turn_on(patch(copy.deepcopy(plain), family, entry))
-    before, twin = plain(x), timm_twin(copy.deepcopy(plain), patched, entry.formula)
+    twin_filters = copy.deepcopy(patched)
+    before, twin = plain(x), timm_twin(copy.deepcopy(plain), twin_filters, entry.formula)
     found, expected = patched(x), twin(x)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
     assert not torch.allclose(found, before, rtol=1e-7, atol=1e-9), "the filter is on"
@@ -148,6 +149,7 @@ def test_equals_the_dense_form(family, entry, fused):
             assert parameter.grad is None or not parameter.grad.any(), "a position bias is dropped"
         elif parameter.grad is not None:
             torch.testing.assert_close(gradients[key].grad, parameter.grad, rtol=1e-5, atol=1e-7)
+    compare_own_gradients(patched, twin_filters, rtol=1e-5, atol=1e-7)
     assert all(p.grad.abs().sum() > 0 for p in filter_parameters(patched))
 
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import dispatch_model
 from filters import FILTERS, combinations, common
 from models import turn_on
+from oracle import compare_own_gradients
 from torch import nn
 from torch_models import CAUSAL, FAMILIES, IS_CAUSAL, SIZES, TOKENS, encoder, explicit_twin, inputs, padding
 
@@ -70,7 +71,8 @@ def test_equals_the_original_at_the_start_and_afterwards(family, entry):
 def test_equals_explicit_matrices(family, entry):
     plain = FAMILIES[family].build().double()
     model = turn_on(patch_model(copy.deepcopy(plain), entry.config))
-    twin = explicit_twin(plain, model, entry.formula)
+    twin_filters = copy.deepcopy(model)
+    twin = explicit_twin(plain, twin_filters, entry.formula)
     found, expected = (run(m, family, torch.float64) for m in (model, twin))
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
     assert not torch.allclose(found, run(plain, family, torch.float64), rtol=1e-6, atol=1e-6), "the filter is on"
@@ -82,6 +84,7 @@ def test_equals_explicit_matrices(family, entry):
     for name, parameter in model.named_parameters():
         if gradients.get(name) is not None and parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-6, atol=1e-7)
+    compare_own_gradients(model, twin_filters, rtol=1e-6, atol=1e-7)
     assert all(p.grad.abs().sum() > 0 for p in filter_parameters(model))
 
 

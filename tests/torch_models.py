@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle import live_coefficients, live_weights
 from torch import nn
 
 TOKENS = 9
@@ -186,11 +187,10 @@ class Explicit(nn.Module):
         scale = (size // heads) ** -0.5
         scores = q @ k.mT * scale
         A = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-        weights = {name: p.detach() for name, p in (*f.named_parameters(), *f.named_buffers())}
         seen = SimpleNamespace(
-            query=q, key=k, scores=scores, allowed=allowed, hidden=x, scaling=scale, weights=weights, groups=1
+            query=q, key=k, scores=scores, allowed=allowed, hidden=x, scaling=scale, weights=live_weights(f), groups=1
         )
-        H = self.formula(A, f.coefficients(), f.config, seen)
+        H = self.formula(A, live_coefficients(f), f.config, seen)
         out = (H(v) if callable(H) else H @ v).transpose(1, 2).flatten(2) @ m.out_proj.weight.T + m.out_proj.bias
         return (out if m.batch_first else out.transpose(0, 1)), None
 
