@@ -436,7 +436,7 @@ def compare_own_gradients(patched, twin_filters, **tolerance):
 
 
 def dense_twin(plain, patched, formula):
-    """``plain`` computing what ``patched`` should, with explicit matrices; gradients reach the filters of ``patched``."""
+    """``plain`` computing what ``patched`` should, with explicit matrices; gradients reach the filters of this."""
     use(plain, NAME)
     left: dict = {}
     plain.register_forward_pre_hook(lambda *_: left.clear())

@@ -226,7 +226,9 @@ def test_half_precision(family, entry):
     weights = [p for f in filters for name, p in f.named_parameters() if name not in f.coefficient_names()]
     assert {p.dtype for p in weights} <= {torch.bfloat16}
     assert patched < 0.02 + 4 * plain
-    assert (found - expected).norm() < 0.5 * (found - off).norm(), "no more than the filter itself does"
+    effect = expected - off
+    share = ((found - off) * effect).sum() / effect.square().sum()  # 0 without the filter; rounding hardly enters
+    assert share.item() == pytest.approx(1, abs=0.5)
     found.float().square().sum().backward()
     assert all(p.grad.isfinite().all() for p in filter_parameters(model))
 
