@@ -236,7 +236,8 @@ def test_a_gate_that_rises_leaves_all_steps_to_a_blend(monkeypatch):
     class Counted(torch.optim.AdamW):
         def step(self, *args, **options):
             steps.append(1)
-            gates.append([f.gate.unique().tolist() if f.gate is not None else None for _, f in filters_of(model)][0])
+            (_, graph_filter), *_ = filters_of(model)
+            gates.append(None if graph_filter.gate is None else graph_filter.gate.unique().tolist())
             return super().step(*args, **options)
 
     monkeypatch.setattr(torch.optim, "AdamW", Counted)
