@@ -707,7 +707,7 @@ def test_models_that_give_nothing_to_compare_are_refused_before_any_work():
 
 def test_a_memory_that_holds_all_of_a_text_leaves_nothing_to_fit():
     model = llama()
-    with pytest.raises(GraphFilterError, match=r"which the window spans \(it reaches 25 tokens back\)"):
+    with pytest.raises(GraphFilterError, match=r"which the window spans \(it reaches 27 tokens back\)"):
         run(model, filter="far_field", memory=22)
     assert not list(filters_of(model, required=False))
     run(model, filter="far_field", memory=4, budget=200)
@@ -846,7 +846,7 @@ def test_blocks_name_an_entry_that_cannot_be_stored():
 def test_similarities_that_are_all_equal_have_no_rank_correlation():
     """Without positions, and with a filter that sees them by a window alone, texts of the same tokens are equal."""
     torch.manual_seed(0)
-    model = T5EncoderModel(FAMILIES["t5"].config).eval()
+    model = T5EncoderModel(copy.deepcopy(FAMILIES["t5"].config)).eval()
     order = [torch.randperm(24) for _ in range(4)]
     data = [{"input_ids": torch.stack([torch.arange(5, 29)[o] for o in order])} for _ in range(4)]
     report = run(model, data, position_bias="drop", budget=200)

@@ -1065,8 +1065,8 @@ def test_files_that_are_no_data_do_not_change_a_run(task, tmp_path):
     """Notes, hidden files and those in hidden folders; earlier records count the last."""
 
     def of_now():
-        identities.hash_files.cache_clear()
-        identities.hash_sizes.cache_clear()
+        for function in (identities.hash_files, identities.hash_sizes, identities.has_hidden_folders):
+            function.cache_clear()
         return identities.identity({"task": task, "data": str(tmp_path)})
 
     (tmp_path / "train.txt").write_text("one two")
