@@ -55,7 +55,7 @@ class SignalRows(LayerMemory):
 
     def _keep(self, application: int, rows: Tensor) -> None:
         self.kept[application], self.ends[application] = rows, rows.shape[2]
-        self.buffers -= {application}
+        self.buffers = self.buffers - {application}  # the compiler of torch 2.11 has no -= of frozensets
 
     def _write(self, application: int, signal: Tensor, keys: int) -> None:
         """Write rows behind those in use, in another tensor if there is no room left."""
@@ -66,7 +66,7 @@ class SignalRows(LayerMemory):
             buffer = old_rows.new_empty(batch, heads, end + max(end // ROOM, tokens, ROOM), features)
             buffer[:, :, :end] = old_rows
             self.kept[application] = buffer
-            self.buffers |= {application}
+            self.buffers = self.buffers | {application}
         self.kept[application][:, :, end : end + tokens] = signal
         self.ends[application] = end + tokens
 

@@ -51,7 +51,7 @@ class LayerMemory(_Layer):
 
     def begin_update(self) -> None:
         """Note that tokens come, and whether the filter missed those before them."""
-        self.missed |= bool(self.kept) and not self.is_read
+        self.missed |= len(self.kept) > 0 and not self.is_read
         self.is_read = False
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
