@@ -122,6 +122,9 @@ def test_modules_that_another_release_names_otherwise(name, tmp_path):
     loaded = realigned(type(model).from_pretrained(tmp_path / "model"))
     assert torch.equal(first(loaded, inputs), expected)
     assert str(filter_status(loaded)) == str(filter_status(model))
+    save_filter(loaded, tmp_path / "of loaded")  # before its record is brought up to date
+    plain = load_filter(unpatch_model(copy.deepcopy(model)), tmp_path / "of loaded")
+    assert torch.equal(first(plain, inputs), expected)
 
     loaded.save_pretrained(tmp_path / "again")  # in the names of this release
     record = json.loads((tmp_path / "again" / "config.json").read_text())["graph_filter"]

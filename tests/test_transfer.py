@@ -186,6 +186,8 @@ def test_bad_arguments():
             run(patched(), batches(), lr=rate)
     with pytest.raises(GraphFilterError, match="patience must be a number of measurements >= 1 or None, got '2'"):
         run(patched(), batches(), patience="2")
+    with pytest.raises(GraphFilterError, match="checkpoint must be a directory, and .* is a file"):
+        run(patched(), batches(), checkpoint=__file__)
     with torch.inference_mode(), pytest.raises(GraphFilterError, match="cannot be fitted inside torch"):
         run(patched(), batches())
     legal = {"steps": 2.0, "filter_lr": 0, "eval_every": float("inf"), "end_to_end_lr": None}

@@ -25,7 +25,7 @@ from ..filters import GraphFilter
 from ..filters.core.attached import filters_of, is_offloaded, is_sharded, patched_modules, read_whole
 from ..filters.core.record import describe_record, read_groups, same_filters
 from ..hosts import Host, encoder_of, host_of, unwrapped
-from ..hosts.base import class_name, own_record
+from ..hosts.base import class_of, own_record
 from ..logs import log_filters
 from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..patching.patch import STARTS
@@ -82,7 +82,7 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_mod
     description = {**record, "base": _describe_base(host, model), WEIGHTS: written_weights(host, model, names)}
     if (name := base_model or host.base_model(model)) is not None:
         revision = None if base_model else getattr(getattr(model, "config", None), "_commit_hash", None)
-        description[BASE_MODEL] = {"name": name, "revision": revision, "class": class_name(model)}
+        description[BASE_MODEL] = {"name": name, "revision": revision, "class": class_of(model).__name__}
     mark = digest(json.dumps(description), tensors)
     with replacing(directory / WEIGHTS_FILE, directory / CONFIG_FILE) as (weights, config):
         write_tensors(weights, tensors, {MARK: mark})

@@ -184,8 +184,10 @@ class AGF(ReplacingFilter):
                 out, sums = spectral.multiply_all(rows, v, value), None
         if state is not None and sums is not None:
             state.update(sums=sums)
-        largest = torch.finfo(dtype).max  # infinity times the gate of a blend, 0 at the start, would be NaN
-        return out.clamp(-largest, largest).to(dtype)
+        if dtype == torch.float16:  # infinity times the gate of a blend, 0 at the start, would be NaN
+            largest = torch.finfo(dtype).max
+            out = out.clamp(-largest, largest)
+        return out.to(dtype)
 
     def _split(self, x: Tensor) -> Tensor:
         """Reshape (batch, tokens, heads * features) to (batch, heads, tokens, features)."""

@@ -80,6 +80,12 @@ class Checkpoint:
         return progress, tensors
 
 
+def check_directory(checkpoint: str | os.PathLike[str] | None) -> None:
+    """Raise an error before long work if ``checkpoint`` is a file."""
+    if checkpoint is not None and os.path.isfile(checkpoint):
+        raise GraphFilterError(f"checkpoint must be a directory, and {shown(str(checkpoint))} is a file")
+
+
 def check_same(earlier: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
     """Raise an error if earlier progress has other settings than this fit; old versions recorded fewer settings."""
     before, now = ({"blocks": 1, **settings} for settings in (earlier, now))  # written only if there are several blocks

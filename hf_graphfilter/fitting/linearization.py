@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..analysis.model_inputs import name_mistakes
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError
 from ..filters import FilterConfig, ReplacingFilter
 from ..filters.core.attached import filters_of
 from ..hosts import encoder_of
@@ -21,6 +21,7 @@ from ..logs import logger
 from ..patching.layers import Layers, parse_layers
 from ..patching.patch import patch_model, unpatch_model
 from .batches import Batches
+from .checkpoint import check_directory
 from .choice import Choose, check_choose, keep_attention, leave_sliding_windows, parse_share
 from .head_choice import check_heads, choose_heads, parse_heads
 from .layer_blocks import fit_in_blocks
@@ -130,8 +131,7 @@ def linearize(
     check_choose(choose, share)
     model = encoder_of(model)
     _check_model(model, train, gradient_checkpointing)
-    if checkpoint is not None and os.path.isfile(checkpoint):
-        raise GraphFilterError(f"checkpoint must be a directory, and {shown(str(checkpoint))} is a file")
+    check_directory(checkpoint)
     started = time.monotonic()
     batches = Batches(model, data, holdout, labels="task" in shares)
     _warn_of_short_texts(model)

@@ -18,6 +18,7 @@ from ..filters.core.attached import filters_of
 from ..hosts import encoder_of
 from ..training.learning_rate import check_rates
 from .batches import Batches
+from .checkpoint import check_directory
 from .fit import Fit
 from .objectives import DISTANCES
 from .run import Rates
@@ -95,8 +96,7 @@ def transfer_attention(
     Source: the regression is "attention transfer" of Zhang et al., LoLCATs (2024), applied to graph filters.
     """
     _check_arguments(steps, end_to_end, end_to_end_steps, eval_every, patience)
-    if checkpoint is not None and os.path.isfile(checkpoint):
-        raise GraphFilterError(f"checkpoint must be a directory, and {shown(str(checkpoint))} is a file")
+    check_directory(checkpoint)
     check_rates(lr=lr, filter_lr=filter_lr)
     if end_to_end is not None:
         check_rates(end_to_end_lr=end_to_end_lr)

@@ -30,7 +30,7 @@ from ..ops.polynomial_form import polynomial_form
 from ..ops.visibility import visibility
 from ..shift.attention import AttentionCall, AttentionShift
 from ..text import quoted
-from .base import class_name, collect_sites, looks_like_attention, without_wrappers
+from .base import class_of, collect_sites, looks_like_attention, without_wrappers
 from .stand_ins import ModuleView
 from .subclassing import derive_filtered, original_class, restore_classes, runs_subclass, swap_class
 from .watching import REPLACED, as_written, note_filter_runs
@@ -259,7 +259,7 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
 
 def model_type(model: Any) -> str:
     """Return the class name, which models must share for a filter to fit."""
-    return class_name(model)
+    return class_of(model).__name__
 
 
 def usage(model: Any, source: str) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from ...filters.core.attached import filters_of
 from ...filters.core.record import record_of
 from ...text import quoted
-from ..base import class_name, without_wrappers
+from ..base import class_of, without_wrappers
 from .attend import GraphFilterAttention
 
 RECORD = "_graph_filter_record"  # an attribute of the model: copies and pickles keep it, a state dict does not
@@ -37,7 +37,7 @@ def model_type(model: nn.Module) -> str:
     """Return the class name with a fingerprint of the attention modules: their names, classes and sizes."""
     sizes = {without_wrappers(model, name): _sizes(part) for name, part in model.named_modules() if _sizes(part)}
     digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
-    return f"{class_name(model)} ({digest[:8]})"
+    return f"{class_of(model).__name__} ({digest[:8]})"
 
 
 def _sizes(module: Any) -> list[Any] | None:

@@ -11,6 +11,7 @@ from huggingface_hub.errors import HFValidationError
 
 from ...models import OWN
 from ...text import quoted
+from ..base import class_of
 from .auto_classes import auto_class_of
 
 
@@ -21,8 +22,7 @@ def model_type(model: Any) -> str | None:
 
 def usage(model: Any, source: str) -> str:
     """Return Python code that loads a patched checkpoint, for its card."""
-    # FSDP2 makes a subclass of its own
-    model_class = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
+    model_class = class_of(model)
     package, loader = "transformers", auto_class_of(model_class, model.config)
     if loader is None:
         package, loader = model_class.__module__, model_class.__name__
