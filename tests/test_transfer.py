@@ -186,7 +186,7 @@ def test_bad_arguments():
             run(patched(), batches(), lr=rate)
     with pytest.raises(GraphFilterError, match="patience must be a number of measurements >= 1 or None, got '2'"):
         run(patched(), batches(), patience="2")
-    with pytest.raises(GraphFilterError, match="checkpoint must be a directory, and .* is a file"):
+    with pytest.raises(GraphFilterError, match=r"checkpoint must be a directory, and .* is a file"):
         run(patched(), batches(), checkpoint=__file__)
     with torch.inference_mode(), pytest.raises(GraphFilterError, match="cannot be fitted inside torch"):
         run(patched(), batches())
