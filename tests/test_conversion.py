@@ -78,13 +78,14 @@ from hf_graphfilter.fitting import (
 )
 from hf_graphfilter.fitting.checkpoint import fitted_to, marked
 from hf_graphfilter.fitting.choice import restore
-from hf_graphfilter.fitting.layer_blocks import Block
+from hf_graphfilter.fitting.layer_blocks import Block, _join
 from hf_graphfilter.fitting.objectives import DISTANCES, attending, errors_by_context, filter_errors
 from hf_graphfilter.fitting.probes import make_probes, problem_of
 from hf_graphfilter.fitting.quality import compare, compare_embeddings
 from hf_graphfilter.fitting.run import StageRun
 from hf_graphfilter.fitting.speed import taken_in_turn
 from hf_graphfilter.fitting.stored_inputs import Inputs
+from hf_graphfilter.fitting.transfer_report import TransferReport
 
 LLAMA = LlamaConfig(
     vocab_size=90,
@@ -478,6 +479,31 @@ def test_progress_that_blocks_have_lost_is_said(tmp_path, monkeypatch):
         file.unlink()
     with pytest.raises(GraphFilterError, match="lost the progress of block 0"):
         run(llama(), texts(12, rows=1), blocks=2, **options)
+
+
+def test_a_call_resumes_after_a_block_that_failed(tmp_path, monkeypatch):
+    options = {"stages": {"attention": 1}, "budget": 240, "evaluations": 1, "blocks": 2, "checkpoint": tmp_path}
+    advance, steps = StageRun._advance, []
+
+    def fail(self, *arguments):
+        steps.append(1)
+        if len(steps) == 3:  # in the first block
+            self.stage.step = lambda batch: {"loss": math.nan}
+        if len(steps) == 6:  # in the second
+            raise KeyboardInterrupt
+        return advance(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "_advance", fail)
+        with pytest.raises(KeyboardInterrupt):
+            run(llama(), texts(12, rows=1), **options)
+    found = run(llama(), texts(12, rows=1), **options)
+    assert found.stages["attention"].stopped == "non-finite loss at step 3, best state kept"
+
+
+def test_the_report_of_all_blocks_names_the_one_that_failed():
+    reports = [(TransferReport({}, history=[(0, 1.0)], stopped=text), 1) for text in (TransferReport.stopped, "failed")]
+    assert _join(reports).stopped == _join(reports[::-1]).stopped == "failed"
 
 
 def test_batches_of_an_iterator_that_blocks_have_read_do_not_come_again(tmp_path):

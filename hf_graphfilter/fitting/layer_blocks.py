@@ -229,7 +229,8 @@ def _join(reports: list[tuple[TransferReport, int]]) -> TransferReport:
     """Join the reports of the blocks, weighted by their numbers of filters; keep the measurements that all made."""
     joined = copy.copy(reports[-1][0])
     joined.steps = max(report.steps for report, _ in reports)
-    joined.stopped = next((r.stopped for r, _ in reports if r.stopped != joined.stopped), joined.stopped)
+    reasons = (report.stopped for report, _ in reports if report.stopped != TransferReport.stopped)
+    joined.stopped = next(reasons, TransferReport.stopped)
     histories, layers = [dict(report.history) for report, _ in reports], [count for _, count in reports]
     shared = sorted(set.intersection(*map(set, histories)))
     joined.history = [(used, fmean([history[used] for history in histories], layers)) for used in shared]

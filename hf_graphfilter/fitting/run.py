@@ -147,8 +147,7 @@ class StageRun:
                     break
         self._load(self.best_state)
         self.report.steps += self.step
-        if not self.report.stopped.startswith("non-finite"):
-            self._save(finished=True)
+        self._save(finished=True)
 
     def _advance(self, batch: Batch, bar: Any) -> str | None:
         """Make one step, and return a description of the problem if it fails."""
