@@ -32,7 +32,7 @@ from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting.checkpoint import EARLIER_FILE, LOCK, STATE_FILE, Checkpoint
 from hf_graphfilter.fitting.objectives import DISTANCES, filter_errors, fit_end_to_end, original_of
-from hf_graphfilter.fitting.run import StageRun
+from hf_graphfilter.fitting.run import MOST_SKIPPED, StageRun
 from hf_graphfilter.fitting.weights import only_filters
 
 AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
@@ -218,6 +218,29 @@ def test_nan_keeps_the_best_state_so_far():
     report = run(diverged, batches(), lr=1e30, filter_lr=1e30)
     assert report.mean_after <= report.mean_before
     assert all(p.isfinite().all() for p in filter_parameters(diverged))
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_a_step_with_an_infinite_gradient_is_skipped(count, monkeypatch, transformers_warnings):
+    regress, steps = call.regress, []
+
+    def overflow(model, modules, batch):
+        errors = regress(model, modules, batch)
+        steps.append(1)
+        if 3 <= len(steps) < 3 + count:
+            next(filter_parameters(model)).grad.view(-1)[0] = math.inf
+        return errors
+
+    monkeypatch.setattr(call, "regress", overflow)
+    model = patched()
+    report = run(model, batches())
+    ended = count >= MOST_SKIPPED
+    assert report.stopped == ("non-finite gradients up to step 12, best state kept" if ended else "all steps made")
+    assert report.steps == (12 if ended else 30)
+    assert report.mean_after < report.mean_before
+    assert len(transformers_warnings) == min(count, MOST_SKIPPED)
+    assert transformers_warnings[0] == "step 3 of the stage 'attention' is skipped: its gradients are not finite"
+    transformers_warnings.clear()
 
 
 def test_early_stop():

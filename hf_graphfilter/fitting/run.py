@@ -25,6 +25,7 @@ from .objectives import Batch
 from .processes import average_gradients, mean_of, share, total
 from .transfer_report import TransferReport
 
+MOST_SKIPPED = 10  # steps in a row without finite gradients, after which a stage ends
 Group = tuple[dict[str, nn.Parameter], float]  # parameters by name, and their peak learning rate
 
 
@@ -91,7 +92,7 @@ class Stage:
     measure: Callable[[], float]
     start: float | None = None
     size: Callable[[Batch], int] = lambda batch: 1
-    clip: float | None = None
+    clip: float = math.inf
     unit: str = "step"
     betas: tuple[float, float] = (0.9, 0.999)
 
@@ -106,7 +107,7 @@ class StageRun:
         groups = [{"params": [*parameters.values()], "lr": lr, "peak": lr} for parameters, lr in stage.groups]
         share(self.parameters.values())
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, betas=stage.betas)
-        self.step, self.used, self.stale = 0, 0, 0
+        self.step, self.used, self.stale, self.skipped = 0, 0, 0, 0
         self.before = report.history[-1][0] if report.history else 0
         self.best, self.best_state = math.inf, self._state()
 
@@ -163,12 +164,15 @@ class StageRun:
         if total(not all(map(math.isfinite, errors.values()))):
             return f"non-finite loss at step {self.step}"
         average_gradients(self.parameters.values())
-        if self.stage.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.stage.clip)
-        self.optimizer.step()
         bar.update(size)
         bar.set_postfix_str(" ".join(f"{e:.3f}" for e in errors.values()), refresh=False)
-        return None
+        if nn.utils.clip_grad_norm_(self.parameters.values(), self.stage.clip).isfinite():
+            self.optimizer.step()
+            self.skipped = 0
+            return None
+        self.skipped += 1  # one infinite gradient would make the moments of AdamW infinite for good
+        logger.warning("step %d of the stage %r is skipped: its gradients are not finite", self.step, self.stage.name)
+        return f"non-finite gradients up to step {self.step}" if self.skipped == MOST_SKIPPED else None
 
     def _measure(self, error: float | None = None) -> float:
         """Record and return the held-out error; measure it unless it is given."""

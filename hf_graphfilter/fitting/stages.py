@@ -106,7 +106,7 @@ class Linearization(Fit):
         """Run a stage or a part of one, and keep its progress in its own ``folder``."""
         stage.step, stage.measure, stage.size = self._cast(stage.step), self._cast(stage.measure), self.size
         stage.unit, stage.betas = "token", (0.9, 0.95)  # 0.999 would average over more steps than short stages have
-        stage.clip = None if stage.name == "attention" else 1.0
+        stage.clip = math.inf if stage.name == "attention" else 1.0
         report, checkpoint = TransferReport(self.report.before), None
         if self.checkpoint is not None:
             stage_tokens = {name: self.tokens[name] for name in [*self.reports, stage.name]}
