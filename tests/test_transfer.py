@@ -31,7 +31,7 @@ from hf_graphfilter.files import locked, read_state
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting.checkpoint import EARLIER_FILE, LOCK, STATE_FILE, Checkpoint
-from hf_graphfilter.fitting.objectives import DISTANCES, filter_errors, fit_end_to_end, original_of
+from hf_graphfilter.fitting.objectives import DISTANCES, filter_errors, fit_end_to_end, original_of, regress
 from hf_graphfilter.fitting.run import MOST_SKIPPED, StageRun
 from hf_graphfilter.fitting.weights import only_filters
 
@@ -559,11 +559,23 @@ def test_gradients_of_the_whole_model_survive_float16():
     for dtype in (torch.float32, torch.float16):
         torch.manual_seed(0)
         model = patch_model(BertModel(config), AGF).eval().to(dtype)
-        modules = dict(filters_of(model))
+        modules, frozen = dict(filters_of(model)), model.embeddings.word_embeddings.weight
+        frozen.grad = torch.ones_like(frozen)  # of the user
         with only_filters(model, modules):
             fit_end_to_end(model, original_of(model, modules), "hidden", {"input_ids": ids})
             gradients[dtype] = torch.cat([p.grad.flatten() for f in modules.values() for p in f.parameters()])
+        assert frozen.grad.eq(1).all()
     assert torch.cosine_similarity(*gradients.values(), dim=0) > 0.95
+
+
+def test_a_batch_counts_the_same_in_float16_whatever_its_size():
+    model, ids, gradients = patched().half(), torch.randint(1, 90, (2, TOKENS)), []
+    modules = dict(filters_of(model))
+    for rows in (ids, torch.cat([ids] * 4)):
+        with only_filters(model, modules):
+            regress(model, modules, {"input_ids": rows})
+            gradients.append([p.grad for p in filter_parameters(model)])
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.02 * max(g.abs().max() for g in gradients[0]).item())
 
 
 def test_half_precision_models():

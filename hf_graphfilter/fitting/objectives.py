@@ -77,7 +77,7 @@ def _squares(shift: AttentionShift, approximation: Tensor, target: Tensor) -> Sq
     is_token = torch.ones_like(target) if keys is None else keys[:, -target.shape[1] :].to(target.dtype)
     is_token = is_token.expand_as(target)
     context = is_token.cumsum(1) if causal else is_token.sum(1, keepdim=True) * is_token
-    scale = float(is_token.numel()) if approximation.dtype == torch.float16 else 1.0
+    scale = 2.0**12 if approximation.dtype == torch.float16 else 1.0  # constant: the moments of AdamW average batches
     return Squares(error * is_token, target * is_token, context, scale)
 
 
@@ -175,7 +175,7 @@ def backward_through(model: nn.Module, loss: Tensor, tokens: int) -> None:
     backward(loss.float() * scale)
     if scale != 1:
         for parameter in model.parameters():
-            if parameter.grad is not None:
+            if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad /= scale
 
 
