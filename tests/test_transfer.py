@@ -535,6 +535,10 @@ def test_what_the_second_stage_lacks_is_said_before_the_first():
     with pytest.raises(GraphFilterError, match="returns no logits; use 'hidden'"):
         transfer_attention(model, batches(), steps=4, holdout=2, end_to_end="logits", progress=False)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    blend = patched(config=dataclasses.replace(AGF, init="blend"))
+    with pytest.raises(GraphFilterError, match=r"all gates of this blend are 0: open them with set_blend\("):
+        run(blend, batches(), end_to_end="hidden")
+    assert run(set_blend(blend, 0.5), batches(), steps=0, end_to_end="hidden", end_to_end_steps=1).steps == 1
     with pytest.raises(GraphFilterError, match=r"BertModel does not run on input_ids \(1, 900\)"):
         transfer_attention(model, [{"input_ids": torch.ones(1, 900).long()}] * 3, steps=1, holdout=1, progress=False)
 

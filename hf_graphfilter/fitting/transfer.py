@@ -13,7 +13,7 @@ from torch import nn
 
 from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, shown
-from ..filters import GraphFilter
+from ..filters import GraphFilter, ReplacingFilter
 from ..filters.core.attached import filters_of
 from ..hosts import encoder_of
 from ..training.learning_rate import check_rates
@@ -50,8 +50,8 @@ def transfer_attention(
 
     Args:
         model: a patched model, in any precision, on any device; also a model of sentence-transformers. With
-            ``init="blend"`` the branch of the filter is fitted and the gate stays. AGF needs ``correction=True`` to fit
-            well, since query and key do not change.
+            ``init="blend"`` the branch of the filter is fitted and the gate stays; ``set_blend`` must open it before
+            ``end_to_end``. AGF needs ``correction=True`` to fit well, since query and key do not change.
         dataloader: batches: mappings of model inputs, or tensors that are the model's main input. Labels are left out.
             The batches are repeated when they end, unless ``dataloader`` is an iterator.
         steps: number of batches for the regression, over all processes together; 0 skips it and runs the second stage
@@ -78,8 +78,9 @@ def transfer_attention(
         best measurement.
 
     Raises:
-        GraphFilterError: the model has no filter, the filters equal their attention already, there are no batches or
-            only labels in them, or the checkpoint belongs to another run or is in use.
+        GraphFilterError: the model has no filter, the filters equal their attention already, all gates of a blend are 0
+            with ``end_to_end``, there are no batches or only labels in them, or the checkpoint belongs to another run
+            or is in use.
         KeyboardInterrupt: after Ctrl-C. With ``checkpoint`` the step is finished and kept first; a second Ctrl-C ends
             at once. After every exception the model is as it was.
 
@@ -110,6 +111,7 @@ def transfer_attention(
     settings["filters"] = [graph_filter.config.to_dict() for _, graph_filter in filters_of(model, required=True)]
     extra_steps = 0
     if end_to_end is not None:
+        _check_gates(model, end_to_end)
         extra_steps = int(steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps)
         settings |= {"end_to_end": end_to_end, "end_to_end_steps": extra_steps, "end_to_end_lr": float(end_to_end_lr)}
     batches = Batches(model, dataloader, holdout)
@@ -143,6 +145,15 @@ def _check_arguments(steps: Any, end_to_end: Any, end_to_end_steps: Any, eval_ev
         raise GraphFilterError(f"eval_every must be a number of steps >= 1, got {shown(eval_every)}")
     if patience is not None and (not is_number(patience) or patience < 1):
         raise GraphFilterError(f"patience must be a number of measurements >= 1 or None, got {shown(patience)}")
+
+
+def _check_gates(model: nn.Module, end_to_end: str) -> None:
+    """Raise an error if all filters are blends whose gates are 0, so that the outputs do not depend on them."""
+    if all(isinstance(f, ReplacingFilter) and f.gate is not None and not f.gate.any() for _, f in filters_of(model)):
+        raise GraphFilterError(
+            f"end_to_end={end_to_end!r} would change nothing, since all gates of this blend are 0: open them with "
+            "set_blend(model, 0.5) before, or leave end_to_end out"
+        )
 
 
 def _refuse_equal(fit: Fit) -> None:
