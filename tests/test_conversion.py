@@ -76,6 +76,7 @@ from hf_graphfilter.fitting import (
     speed,
     text_batches,
 )
+from hf_graphfilter.fitting.batches import split_holdout
 from hf_graphfilter.fitting.checkpoint import fitted_to, marked
 from hf_graphfilter.fitting.choice import restore
 from hf_graphfilter.fitting.layer_blocks import Block, _join
@@ -700,6 +701,15 @@ def test_rows_to_measure_on_are_never_trained_on(kind):
     if kind == "shuffling":
         with pytest.raises(GraphFilterError, match="no batch is left that is not held out"):
             run(bert(), loader, holdout=20)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_a_loader_keeps_its_options_where_rows_are_held_out():
+    options = {"drop_last": True, "worker_init_fn": print, "pin_memory": True}
+    loader = torch.utils.data.DataLoader(range(21), batch_size=4, shuffle=True, **options)
+    training, held_out = split_holdout(loader, 1)
+    assert [len(batch) for batch in (*held_out, *training)] == [4] * 5
+    assert {name: getattr(training, name) for name in options} == options
 
 
 def test_progress_is_of_one_model_and_one_set_of_texts(tmp_path):

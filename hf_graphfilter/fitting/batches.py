@@ -30,6 +30,7 @@ from ..errors import GraphFilterError, shown
 from .objectives import Batch
 
 NONE_LEFT = "no batch is left that is not held out: give more batches, or a smaller holdout"
+WORKERS = "num_workers", "worker_init_fn", "multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout"
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
 
 
@@ -122,7 +123,8 @@ def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[It
         )
     generator = torch.Generator().manual_seed(0)  # the same in all processes, which share the batches
     rows = [sampler_rows[i] for i in torch.randperm(len(sampler_rows), generator=generator).tolist()]
-    options: dict[str, Any] = {"batch_size": size, "collate_fn": data.collate_fn, "num_workers": data.num_workers}
+    options: dict[str, Any] = {name: getattr(data, name) for name in ("collate_fn", "pin_memory", *WORKERS)}
+    options |= {"batch_size": size, "drop_last": getattr(batch_sampler, "drop_last", False)}
     if len(rows) <= holdout * size:
         raise GraphFilterError(NONE_LEFT)
     held_out, training = (Subset(data.dataset, part) for part in (rows[: holdout * size], rows[holdout * size :]))
