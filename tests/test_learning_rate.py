@@ -267,6 +267,15 @@ def test_rates_that_are_tensors_stay_tensors():
     assert [group["lr"].item() for group in optimizer.param_groups] == pytest.approx([2e-5, 0.05])
 
 
+def test_names_stay_with_their_parameters():
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.named_parameters(), lr=2e-5)
+    split_filter_groups(optimizer, trained, 0.05)
+    assert len(optimizer.param_groups) == 2
+    for group in optimizer.param_groups:
+        assert all(trained.get_parameter(n) is p for n, p in zip(group["param_names"], group["params"], strict=True))
+
+
 @pytest.mark.parametrize("in_arguments", [True, False])
 def test_an_optimizer_of_the_deepspeed_file_is_refused(in_arguments, tmp_path):
     """The Trainer then holds a stand-in of accelerate, and makes none itself."""

@@ -104,15 +104,23 @@ def split_filter_groups(
         lr = group["lr"]  # a tensor in optimizers of torchao, which must stay one
         rate = torch.full_like(lr, filter_lr) if isinstance(lr, torch.Tensor) else filter_lr
         options = {**group, "lr": rate, "weight_decay": 0.0}
-        filter_groups += [{**options, "params": parameters} for parameters in split_by_mesh(coefficients)]
+        filter_groups += [_select(options, parameters) for parameters in split_by_mesh(coefficients)]
         if weights := [p for p in group["params"] if id(p) not in filter_ids]:
-            weight_groups.append({**group, "params": weights})
+            weight_groups.append(_select(group, weights))
     if missing:
         raise GraphFilterError(
             f"{len(missing)} trained parameters of the graph filter are in no group of {type(optimizer).__name__}: "
             "patch the model before the optimizer is made, and choose an optim that makes no groups of its own"
         )
     optimizer.param_groups[:] = [*weight_groups, *filter_groups]
+
+
+def _select(group: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """Return a group with only these of its parameters, and with their names if the group has names."""
+    selected, ids = {**group, "params": parameters}, {id(p) for p in parameters}
+    if names := group.get("param_names"):
+        selected["param_names"] = [name for name, p in zip(names, group["params"], strict=True) if id(p) in ids]
+    return selected
 
 
 def find_rate_problem(
