@@ -79,7 +79,7 @@ from hf_graphfilter.fitting import (
 from hf_graphfilter.fitting.batches import split_holdout
 from hf_graphfilter.fitting.checkpoint import fitted_to, marked
 from hf_graphfilter.fitting.choice import restore
-from hf_graphfilter.fitting.layer_blocks import Block, _join
+from hf_graphfilter.fitting.layer_blocks import Block, _join, find_stack
 from hf_graphfilter.fitting.objectives import DISTANCES, attending, errors_by_context, filter_errors
 from hf_graphfilter.fitting.probes import make_probes, problem_of
 from hf_graphfilter.fitting.quality import compare, compare_embeddings
@@ -521,9 +521,13 @@ def test_batches_of_an_iterator_that_blocks_have_read_do_not_come_again(tmp_path
 def test_blocks_need_one_stack_of_layers():
     model, ids = BartModel(FAMILIES["bart"].config).eval(), torch.randint(3, 90, (2, 24))
     data = [{"input_ids": ids, "decoder_input_ids": ids}] * 4
-    with pytest.raises(GraphFilterError, match=r"needs all filters in one stack of layers, .* give stack="):
+    with pytest.raises(GraphFilterError, match=r"needs all filters in one stack of layers, .*: give stack=, or leave"):
         run(model, data, blocks=2)
     assert not list(filters_of(model))
+    t5 = FAMILIES["t5"].build()
+    for name, part in ((r"T5Model .*decoder\.block\.0", t5), (r"T5Stack .*block\.0\.layer, ", t5.encoder)):
+        with pytest.raises(GraphFilterError, match=rf"{name}.*\.layer: leave blocks= out"):
+            find_stack(part, [n for n, m in part.named_modules() if n.endswith("SelfAttention")])
 
 
 SMALL = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

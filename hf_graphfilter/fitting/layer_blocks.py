@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..devices import device_of
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
+from ..hosts.base import locate
 from .checkpoint import INPUTS
 from .objectives import Batch, attending, filter_errors, regress
 from .run import Stage
@@ -38,8 +39,9 @@ def find_stack(model: nn.Module, names: Iterable[str]) -> tuple[list[nn.Module],
     Raises:
         GraphFilterError: the modules are in several stacks, or in none.
     """
-    stacks, numbers = set(), {}
+    stacks, kinds, numbers = set(), set(), {}
     for name in names:
+        kinds.add(locate(name, causal=False)[0])  # encoder or decoder
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             if isinstance(model.get_submodule(".".join(parts[:end])), nn.ModuleList):
@@ -49,9 +51,10 @@ def find_stack(model: nn.Module, names: Iterable[str]) -> tuple[list[nn.Module],
         else:
             stacks.add("")
     if len(stacks) != 1 or "" in stacks:
+        remedy = "give stack=, or leave blocks= out" if 1 < len(stacks) == len(kinds) else "leave blocks= out"
         raise GraphFilterError(
             f"blocks= needs all filters in one stack of layers, and {type(model).__name__} has them in "
-            f"{', '.join(sorted(filter(None, stacks))) or 'none'}: give stack=, or leave blocks= out"
+            f"{', '.join(sorted(filter(None, stacks))) or 'none'}: {remedy}"
         )
     layers = model.get_submodule(stacks.pop())
     return list(layers.children()), numbers

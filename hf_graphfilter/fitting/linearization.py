@@ -81,11 +81,12 @@ def linearize(
             most.
         choose: the loss that ``layers="auto:..."`` lowers. ``"text"``: the distance from the original's outputs on at
             most two held-out batches. ``"retrieval"``: the negative log-likelihood of the answers in six probes
-            (dictionaries, pass keys, copying). The probes are made of the token ids of the held-out batches, and have
-            at most 384 tokens, or four windows. ``"both"``: the gains in the two at equal spread, added. None means
-            ``"both"`` for a decoder that predicts the next token, if its held-out batches are text with at least 32
-            different ids, and ``"text"`` otherwise. To choose each of the first three layers takes one forward pass per
-            candidate layer over these batches; to choose all others takes one more round.
+            (dictionaries, pass keys, copying). The probes are made of the token ids of the held-out batches. They have
+            at most 384 tokens, or four times the reach of the window if that is more (508 by default). ``"both"``: the
+            gains in the two at equal spread, added. None means ``"both"`` for a decoder that predicts the next token,
+            if its held-out batches are text with at least 32 different ids, and ``"text"`` otherwise. To choose each of
+            the first three layers takes one forward pass per candidate layer over these batches; to choose all others
+            takes one more round.
         stack: the stack of an encoder-decoder to linearize, as in ``patch_model``.
         holdout: batches to measure on: how many to take from the start of ``data``, or the batches themselves. If
             ``data`` is a ``DataLoader`` that shuffles, the rows of so many batches are drawn at random and held out.

@@ -11,7 +11,7 @@ from torch import Tensor
 from .objectives import Batch
 
 COUNT = 2  # probes of each kind
-LONGEST = 384  # length of a probe in tokens, or four windows if these are longer
+LONGEST = 384  # length of a probe in tokens, or four times the reach of the window if that is more
 PAIRS = 50
 FEWEST = 32  # different token ids, below which random sequences repeat themselves
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "use_cache"}
