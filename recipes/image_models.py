@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.data import resolve_data_config
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel, set_seed
@@ -62,7 +63,7 @@ def _build_transformers(args: ImageArguments, classes: list[str]) -> tuple[nn.Mo
     fields = {"drop_path_rate": args.drop_path, "hidden_dropout_prob": args.drop, **parse_options(args.model_options)}
     fields |= {"image_size": args.img_size} if args.img_size else {}
     with loading_errors(args.model):
-        config = AutoConfig.from_pretrained(args.model, **names)
+        config = AutoConfig.from_pretrained(args.model, **names, dtype=torch.float32)  # as in models.py
         for name, value in fields.items():
             if not hasattr(config, name) and value:
                 hint = "; use --drop_path 0" if name == "drop_path_rate" else ""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, normalizers, pre_tokenizers, processors
@@ -101,7 +102,7 @@ def model_config(args: RecipeArguments, *, scratch: bool = False, **config: Any)
     """Return the configuration of the model; of one from ``scratch``, with the fields that were asked for, if any."""
     requested = parse_options(args.from_scratch)
     if reserved := sorted(requested.keys() & config.keys()):
-        raise GraphFilterError(f"--from_scratch: {reserved[0]} is that of the data, leave it out")
+        raise GraphFilterError(f"--from_scratch: {reserved[0]} is set by the recipe, leave it out")
     if (requested or scratch) and args.model in CONFIG_MAPPING:
         with loading_errors(args.model, "made"):
             new_config = transformers.AutoConfig.for_model(args.model, **config, **requested)
@@ -145,6 +146,7 @@ def build_model(
     Without a tokenizer it is one without a vocabulary.
     """
     set_seed(training.seed)
+    config["dtype"] = torch.float32  # a checkpoint stored in half precision would train in it
     if args.from_scratch:
         if tokenizer is None:
             config |= {"vocab_size": 1, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}

@@ -125,6 +125,16 @@ def test_a_config_of_transformers_from_scratch(data, vit, tmp_path):
     assert id(model.vit.embeddings.cls_token) in undecayed
 
 
+@pytest.mark.parametrize("more", [[], ["--pretrained"]])
+def test_a_checkpoint_in_half_precision_trains_in_float32(more, vit, transformers_warnings):
+    ViTForImageClassification.from_pretrained(vit).half().save_pretrained(vit)
+    settings = Settings(imagenet.RECIPE)
+    values, _ = settings.parse([*MODEL, "--model", str(vit), "--model_options", "layer_norm_eps=1e-6", *more])
+    model, _ = image_models.build(*settings.arguments(values), ["blue", "red"])
+    transformers_warnings.clear()  # of the head, which is new
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

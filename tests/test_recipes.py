@@ -53,8 +53,9 @@ from recipes import (
     settings as recipe_settings,
 )
 from recipes.arguments import RecipeArguments
+from recipes.classifier import PooledClassifier
 from recipes.data import cut, encode_labels, read_texts
-from recipes.models import train_bpe
+from recipes.models import build_model, train_bpe
 from recipes.settings import CONFIGS, Settings
 from recipes.variants import choose_variants
 
@@ -588,6 +589,20 @@ def test_fields_of_a_model_from_scratch_do_not_go_to_one_with_weights(tmp_path):
     settings = Settings(sequences.RECIPE)
     assert settings.override(values, {"model": str(tmp_path)})["from_scratch"] == []
     assert settings.override(values, {"model": "roberta"})["from_scratch"] == values["from_scratch"]
+
+
+@pytest.mark.parametrize("fields", [[], ["num_hidden_layers=1"]], ids=["weights", "from scratch"])
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, PooledClassifier])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_checkpoint_in_half_precision_trains_in_float32(dtype, kind, fields, tmp_path, transformers_warnings):
+    config = BertConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=2, vocab_size=300, is_decoder=True)
+    BertModel(config).to(dtype).save_pretrained(tmp_path)
+    args = RecipeArguments(str(tmp_path), "cola", from_scratch=fields)
+    tokenizer = train_bpe(iter(["a text"] * 2), 270)
+    model = build_model(args, types.SimpleNamespace(seed=1), kind, tokenizer)
+    transformers_warnings.clear()  # of the head, which is new
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert len(filter_status(model)) == 2 - len(fields)
 
 
 @pytest.mark.parametrize(("name", "causal"), [("bert", False), ("gpt2", True), ("roberta", True)])

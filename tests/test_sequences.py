@@ -223,7 +223,8 @@ def test_self_pretraining_is_carried_over_and_not_repeated(
         ),
         ("bbc", ["--max_eval_samples", "0"], "--max_eval_samples 0: at least one row is needed"),
         ("bbc", ["--seeds", "-1"], "--seeds [-1]: a seed is from 0 to"),
-        ("bbc", ["--from_scratch", "vocab_size=9"], "--from_scratch: vocab_size is that of the data, leave it out"),
+        ("bbc", ["--from_scratch", "vocab_size=9"], "--from_scratch: vocab_size is set by the recipe, leave it out"),
+        ("bbc", ["--from_scratch", "dtype=bfloat16"], "--from_scratch: dtype is set by the recipe, leave it out"),
         ("bbc", ["--from_scratch", "hidden_size=31"], "bert cannot be made: The hidden size (31) is not a multiple"),
         (
             "bbc",
