@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from transformers.integrations import unset_hf_deepspeed_config
 
 from hf_graphfilter import GraphFilterError, create_model_card, filter_status
 from hf_graphfilter.analysis.comparison import mean_and_sd
@@ -172,6 +173,7 @@ def keeps_checkpoint(folder: Path) -> bool:
 
 def write_card(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
     """Write the model card of a saved run: its metrics, and how its setting compared with the unpatched model."""
+    unset_hf_deepspeed_config()  # under ZeRO-3, all processes would have to load; the next run sets it again
     model = settings.recipe.load(folder)
     host = host_of(model)
     tag = host.pipeline_tag(model) or record.get("task_type")  # transformers does not know the pooling head

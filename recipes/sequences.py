@@ -27,6 +27,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     Seq2SeqTrainingArguments,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_options
@@ -108,6 +109,11 @@ def check(args, training):
         raise GraphFilterError(
             "converter reads tokens and has a head and positions of its own: leave out --pooling and --positions, set "
             "its pooling and position_embedding by --from_scratch; for series take --filter kernelution"
+        )
+    if (args.pretrain or args.positions) and is_deepspeed_zero3_enabled():
+        raise GraphFilterError(
+            "--pretrain and --positions set weights, which ZeRO-3 has spread over processes: use "
+            "recipes/accelerate/ddp.yaml"
         )
     if args.embedding_dropout is not None and not (args.pooling and 0 <= args.embedding_dropout < 1):
         raise GraphFilterError(

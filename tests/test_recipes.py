@@ -25,7 +25,15 @@ from hub_server import TOKEN, Hub
 from models import FAMILIES
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel, Seq2SeqTrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    Seq2SeqTrainingArguments,
+)
+from transformers.integrations import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import recipes
@@ -617,6 +625,44 @@ def test_the_perplexity_of_a_model_that_reads_ahead_is_refused(name, causal, tra
         with pytest.raises(GraphFilterError, match="reads the tokens that it is to predict"):
             language_modeling.check_causal(model)
     transformers_warnings.clear()  # which says so too, and goes on
+
+
+@pytest.fixture
+def zero3():
+    """The settings of DeepSpeed ZeRO-3, which transformers finds while they are alive."""
+
+    class ZeRO3:
+        def is_zero3(self):
+            return True
+
+    settings = ZeRO3()
+    set_hf_deepspeed_config(settings)
+    yield settings
+    unset_hf_deepspeed_config()
+
+
+def test_weights_that_zero3_has_spread_are_not_checked(capsys):
+    model = BertModel(BertConfig(hidden_size=4, num_attention_heads=1, is_decoder=True))
+    for parameter in model.parameters():
+        parameter.data, parameter.ds_id = torch.empty(0), 0
+    language_modeling.check_causal(model)
+    assert "it is not checked whether the model reads later tokens" in capsys.readouterr().err
+
+
+def test_one_process_writes_the_card_under_zero3(zero3, tmp_path):
+    """Loading under ZeRO-3 begins with ``import deepspeed``."""
+    BertForSequenceClassification(BertConfig(hidden_size=4, num_attention_heads=1)).save_pretrained(tmp_path)
+    values = {"model": "bert", "task": "cola", "output_dir": str(tmp_path / "run")}
+    run = {"recipe": "glue", "task": "cola", "seed": 1, "metrics": {}, "settings": {}}
+    runs.write_card(Settings(glue.RECIPE), tmp_path, run, values)
+    assert "Fine-tuned on cola with seed 1" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("flags", [["--pretrain", "denoise"], ["--positions", "gru"]])
+def test_what_sets_weights_is_refused_under_zero3(flags, zero3, tmp_path):
+    argv = ["--config", "sequences/small.yaml", "--task", "bbc", "--data", tmp_path, "--pooling", "mean", "--use_cpu"]
+    with pytest.raises(GraphFilterError, match="set weights, which ZeRO-3 has spread over processes"):
+        parse("sequences", *argv, *flags)
 
 
 def test_a_finished_seed_is_not_run_again_and_other_settings_are_refused(asked, capsys):
