@@ -627,6 +627,20 @@ def test_the_perplexity_of_a_model_that_reads_ahead_is_refused(name, causal, tra
     transformers_warnings.clear()  # which says so too, and goes on
 
 
+def test_a_model_that_learned_to_read_ahead_is_refused(monkeypatch, tmp_path, capsys):
+    """Say by a filter that starts at 0."""
+
+    def fit(args, training, model, *rest, **options):
+        model.get_input_embeddings().register_forward_hook(lambda module, inputs, tokens: tokens + tokens.flip(1))
+
+    monkeypatch.setattr(language_modeling, "fit", fit)
+    (tmp_path / "train.txt").write_text("one two three four\n" * 9)
+    argv = [*DECODER, *SHORT, "--task", "text", "--data", tmp_path, "--output_dir", tmp_path / "run"]
+    with pytest.raises(SystemExit):
+        runs.main(language_modeling.RECIPE, [*map(str, argv)])
+    assert "reads the tokens that it is to predict: name a causal --model and --filter" in capsys.readouterr().err
+
+
 @pytest.fixture
 def zero3():
     """The settings of DeepSpeed ZeRO-3, which transformers finds while they are alive."""
