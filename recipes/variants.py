@@ -31,10 +31,16 @@ def choose_variants(
     if taken := [name for name in chosen if name_variant(name) == name_variant(PLAIN)]:
         raise GraphFilterError(f"a comparison has its own baseline: give the variant {taken[0]!r} another name")
     changed = {key: name for name, overrides in chosen.items() for key in overrides}
-    if fixed := sorted(changed.keys() & (SHARED | SHARED_BY_RECIPE.get(settings.recipe.name, set()))):
+    of_recipe = SHARED_BY_RECIPE.get(settings.recipe.name, set())
+    if fixed := sorted(changed.keys() & (SHARED | of_recipe)):
         raise GraphFilterError(
             f"{changed[fixed[0]]!r} changes {fixed[0]}, which all models of a comparison share: give --{fixed[0]} for "
             "all of them"
+        )
+    if of_recipe and "model" in changed and not any(values.get(name) for name in of_recipe):
+        raise GraphFilterError(
+            f"{changed['model']!r} changes model and with it the tokenizer, which all models of a comparison share: "
+            f"give one to all of them, say --tokenizer {values['model']}"
         )
     if other_settings := sorted(changed.keys() - FILTERS):
         baseline_values = ", ".join(f"{key}={(settings.defaults | values).get(key)}" for key in other_settings)

@@ -947,6 +947,12 @@ def test_a_comparison_says_what_else_differs(capsys):
         with pytest.raises(GraphFilterError, match="which all models of a comparison share"):
             choose_variants(of_task, given, {"sweep": {}, "variants": {}}, [sweep])
     choose_variants(speech_settings, recordings, {"sweep": {}, "variants": {}}, ["train_tokenizer=261,300"])
+    sweep = ["model=gpt2,other"]  # perplexity is that of a token
+    choose_variants(texts_settings, texts, {"sweep": {}, "variants": {}}, sweep)
+    texts |= {"from_scratch": [], "train_tokenizer": None}
+    with pytest.raises(GraphFilterError, match=r"with it the tokenizer, .* --tokenizer gpt2"):
+        choose_variants(texts_settings, texts, {"sweep": {}, "variants": {}}, sweep)
+    choose_variants(texts_settings, texts | {"tokenizer": "gpt2"}, {"sweep": {}, "variants": {}}, sweep)
     capsys.readouterr()
     choose_variants(settings, values, sections, ["K=2,3", "filter_lr=1e-3", "layers=all,even"])
     assert not capsys.readouterr().err
