@@ -307,7 +307,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
         paragraphs += [markdown_table(["on the test part", "original", "converted"], rows)]
     folder = options.cards / CARDS[name]
     if name in WITH_FILTER:
-        if long_texts := long_of_filter(hash_files(str(shipped), model=True)):
+        if long_texts := long_of_filter(hash_files(str(shipped))):
             paragraphs += [LONG_TEXTS, *[VARIANTS] * ("-keep-20" in long_texts), long_texts]
         size = f"{2 * report.parameters / 1e6:.1f} MB"
         paragraphs.insert(0, WITH_FILTER[name].format(size=size))

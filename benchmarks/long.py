@@ -537,7 +537,7 @@ def prepare(options: argparse.Namespace) -> tuple[Subject, dict[str, Any]]:
         "original": None if original is None else source if source in NAMES else original.name,
         "filter": None if not options.filter else {"filter": options.filter, **dict(options.set)},
         "without": options.without,
-        "loaded": hash_files(str(options.load), model=True) if options.load else None,
+        "loaded": hash_files(str(options.load)) if options.load else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "added": added,
     }

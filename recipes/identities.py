@@ -46,7 +46,7 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
     for name in MODELS:
         if name in settings and os.path.exists(settings[name]):
             result[name] = Path(settings[name]).name
-            marks[name] = hash_files(str(settings[name]), model=True)
+            marks[name] = hash_files(str(settings[name]))
     if settings.get("eval_strategy") == "steps" and not settings.get("eval_steps"):
         result["eval_steps"] = settings.get("logging_steps")  # which the Trainer takes instead: it decides what is best
     if code := [str(path) for path in settings.get("import") or () if os.path.isfile(path)]:
@@ -55,12 +55,10 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
         marks["data"] = ""  # of the Hub, whatever it holds
     elif os.path.exists(settings["data"]):
         data = Path(settings["data"], folder) if Path(settings["data"], folder).is_dir() else Path(settings["data"])
-        for prefix in ("", VISIBLE) if has_hidden_folders(data) else ("",):
-            marks[f"{prefix}data"] = hash_files(str(data), visible=bool(prefix))
-            if tables := hash_tables(str(data), visible=bool(prefix)):
-                marks[f"{prefix}tables"] = tables
+        sizes, data_marks = mark_data(str(data))
+        marks |= data_marks
         if settings.get("task") in OWN_DATA:
-            result["data"] = hash_sizes(str(settings["data"]))
+            result["data"] = sizes
     return {**result, MARKS: marks} if marks else result
 
 
@@ -88,46 +86,30 @@ def _unordered(name: str, value: Any) -> Any:
 
 
 @functools.cache
-def hash_files(path: str, model: bool = False, visible: bool = False) -> str:
-    """Return a hash of a file or folder, wherever it lies: of the names, sizes and contents of its files.
-
-    Of very many files the contents of a part count; of a model's folder, the files that loading it depends on; of a
-    folder of data that is ``visible``, no files in hidden folders.
-    """
+def hash_files(path: str) -> str:
+    """Return a hash of a file, or of the files in the folder of a model that loading it depends on."""
     root = Path(path)
-    if model and root.is_dir():
-        files = sorted(f for f in root.iterdir() if f.is_file() and f.suffix in LOADED and f.name != RECORD)
-    else:
-        files = list_data(root, visible)
-    digest = hashlib.sha256("\n".join(f"{f.relative_to(root)} {f.stat().st_size}" for f in files).encode())
-    return _hash_contents(files[:: max(1, len(files) // READ)], digest)
+    files = [root] if root.is_file() else [f for f in root.iterdir() if f.suffix in LOADED and f.name != RECORD]
+    return _hash_part(sorted(f for f in files if f.is_file()), root)
 
 
 @functools.cache
-def hash_tables(path: str, visible: bool = False) -> str | None:
-    """Return a hash of the contents of the tables of a folder of which ``hash_files`` reads a part, None of others."""
-    files = list_data(Path(path), visible)
-    tables = [file for file in files if file.suffix in TABLES] if len(files) >= 2 * READ else []
-    return _hash_contents(tables, hashlib.sha256()) if tables else None
+def mark_data(path: str) -> tuple[str, dict[str, str]]:
+    """Return the marks of a file or folder of data: that of earlier records, of names and sizes alone; those of now.
 
-
-def _hash_contents(files: list[Path], digest: Any) -> str:
-    for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return str(digest.hexdigest()[:16])
-
-
-def list_data(root: Path, visible: bool) -> list[Path]:
-    """Return the files of a folder of data, without notes and hidden ones; if ``visible``, of no hidden folder."""
-    files = [f for f in list_files(root) if f.suffix != ".md" and not f.name.startswith(".")]
-    return [f for f in files if not visible or not any(name.startswith(".") for name in f.relative_to(root).parts)]
-
-
-@functools.cache
-def has_hidden_folders(root: Path) -> bool:
-    """Return whether a folder holds hidden ones, at any depth: .git, say, or the .cache of a download."""
-    return any(name.startswith(".") for _, folders, _ in os.walk(root, followlinks=True) for name in folders)
+    Notes and hidden files do not count. Of very many files the contents of a part count, but those of all tables. The
+    folder is listed once, since it may have millions of files.
+    """
+    root, marks = Path(path), {}
+    listed = list_files(root)
+    files = [f for f in listed if f.suffix != ".md" and not f.name.startswith(".")]
+    visible = [f for f in files if not any(name.startswith(".") for name in f.relative_to(root).parts)]
+    parts = {"": files} if visible == files else {"": files, VISIBLE: visible}
+    for prefix, part in parts.items():
+        marks[f"{prefix}data"] = _hash_part(part, root)
+        if len(part) >= 2 * READ and (tables := [f for f in part if f.suffix in TABLES]):
+            marks[f"{prefix}tables"] = _hash_contents(tables, hashlib.sha256())
+    return _hash_sizes(listed, root).hexdigest()[:16], marks
 
 
 def list_files(root: Path) -> list[Path]:
@@ -139,9 +121,17 @@ def list_files(root: Path) -> list[Path]:
     )
 
 
-@functools.cache
-def hash_sizes(data: str) -> str:
-    """Return the mark of earlier records: a hash of names and sizes alone."""
-    root = Path(data)
-    sizes = [f"{file.relative_to(root)} {file.stat().st_size}" for file in list_files(root)]
-    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:16]
+def _hash_part(files: list[Path], root: Path) -> str:
+    """Return a hash of names and sizes, and of the contents of at most about ``2 * READ`` files."""
+    return _hash_contents(files[:: max(1, len(files) // READ)], _hash_sizes(files, root))
+
+
+def _hash_sizes(files: list[Path], root: Path) -> Any:
+    return hashlib.sha256("\n".join(f"{f.relative_to(root)} {f.stat().st_size}" for f in files).encode())
+
+
+def _hash_contents(files: list[Path], digest: Any) -> str:
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return str(digest.hexdigest()[:16])

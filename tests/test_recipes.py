@@ -1120,7 +1120,7 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     (tmp_path / "a" / "data" / "CoLA" / ".DS_Store").write_text("stray")
     (tmp_path / "a" / "data" / "CoLA" / "NOTES.md").write_text("stray")
     before = of("copied/a", "copied/a")
-    identities.hash_files.cache_clear()
+    identities.mark_data.cache_clear()
     assert settings.list_differences(before, of("a", "a")) == []
     assert "contents" not in settings.identity({"task": "cola", "model": "m", "data": tmp_path / "elsewhere"})
     of_hub = settings.identity({"task": "cola", "model": tmp_path / "a" / "model"})
@@ -1146,8 +1146,7 @@ def test_files_that_are_no_data_do_not_change_a_run(task, tmp_path):
     """Notes, hidden files and those in hidden folders; earlier records count the last."""
 
     def of_now():
-        for function in (identities.hash_files, identities.hash_sizes, identities.has_hidden_folders):
-            function.cache_clear()
+        identities.mark_data.cache_clear()
         return identities.identity({"task": task, "data": str(tmp_path)})
 
     (tmp_path / "train.txt").write_text("one two")
@@ -1166,6 +1165,31 @@ def test_files_that_are_no_data_do_not_change_a_run(task, tmp_path):
     (tmp_path / "train.txt").write_text("two one")
     for other in (bare, before, earlier):
         assert identities.list_differences(other, of_now()) == ["the files of data"]
+
+
+def test_the_marks_of_data_stay_those_of_earlier_records(tmp_path, monkeypatch):
+    """Of 600 tables, notes, an image, and hidden files and folders, which are listed once."""
+    files = {f"{number}.csv": f"text,label\n{number},a\n" for number in range(600)}
+    files |= {name: name for name in (".git/1.json", "a/notes.md", "a/.DS_Store", "a/picture.png")}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    walked = []
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda *args, **options: walked.append(args) or walk(*args, **options))
+    of_all = {"data": "678ac1782a2ae85f", "tables": "36bf45a9a2fbce0d"}
+    of_visible = {"visible data": "343f5d432e6654d4", "visible tables": "a27bd2fe0c3c4cf7"}
+    settings = {"task": "text", "data": str(tmp_path)}
+    earlier = {"task": "text", "data": "ed1f6275e413c118", "contents": of_all | of_visible}
+    assert identities.identity(settings) == identities.identity(settings) == earlier
+    assert len(walked) == 1
+    for part, sizes, contents in (
+        ("a", "79684f9ff486b6f2", "c3f49213dc64f464"),
+        ("1.csv", "1a839c32a94549a3", "4c247a3a9fd0a7e0"),
+        (".git", "22e1c0bc67821a24", "84e4a70a9cf10a2c"),
+    ):
+        marked = identities.identity(settings | {"data": str(tmp_path / part)})
+        assert marked == {"task": "text", "data": sizes, "contents": {"data": contents}}
 
 
 def test_the_transcripts_of_many_recordings_are_known_again(tmp_path):
@@ -1205,13 +1229,13 @@ def test_the_data_of_an_interrupted_run_are_known_again(asked, cola, monkeypatch
     train = cola / "CoLA" / "train.tsv"
     before = train.read_text()
     train.write_text(before.replace("cat", "cow"))
-    identities.hash_files.cache_clear()
+    identities.mark_data.cache_clear()
     capsys.readouterr()
     with pytest.raises(SystemExit):
         runs.main(glue.RECIPE, argv)
     assert "other settings (the files of data differ)" in capsys.readouterr().err
     train.write_text(before)
-    identities.hash_files.cache_clear()
+    identities.mark_data.cache_clear()
     runs.main(glue.RECIPE, argv)
     assert [*Path("runs/glue/cola-gfsa/seed-1").glob("*.json")] == [Path("runs/glue/cola-gfsa/seed-1/record.json")]
 
