@@ -49,6 +49,10 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
             marks[name] = hash_files(str(settings[name]))
     if settings.get("eval_strategy") == "steps" and not settings.get("eval_steps"):
         result["eval_steps"] = settings.get("logging_steps")  # which the Trainer takes instead: it decides what is best
+    if settings.get("load_best_model_at_end") and settings.get("save_strategy") == "steps":
+        save_steps = settings.get("save_steps", 500)  # the Trainer's default
+        if save_steps != result.get("eval_steps"):
+            result["best_of_steps"] = save_steps  # only a saved model can be the best
     if code := [str(path) for path in settings.get("import") or () if os.path.isfile(path)]:
         marks["import"] = " ".join(map(hash_files, code))
     if "data" not in settings:

@@ -1133,6 +1133,11 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     assert settings.list_differences(*own) == ["the files of import"]
     logged = [settings.identity({"task": "cola", "eval_strategy": "steps", "logging_steps": n}) for n in (5, 9)]
     assert settings.list_differences(*logged) == ["eval_steps"], "which the Trainer takes from them"
+    best = {"task": "cola", "load_best_model_at_end": True, "save_strategy": "steps", "eval_steps": 100}
+    saved = [settings.identity(best | steps) for steps in ({"save_steps": 100}, {}, {"save_steps": 500})]
+    assert settings.list_differences(*saved[:2]) == ["best_of_steps"]
+    assert settings.list_differences(*saved[1:]) == [], "the default"
+    assert settings.list_differences(saved[0], best) == [], "an earlier record"
     earlier = {name: value for name, value in of("a", "a").items() if name != "contents"}
     assert settings.list_differences(earlier, of("b", "b")) == []
     texts = [settings.identity({"task": "texts", "data": tmp_path / which}) for which in ("a", "copied/a")]
