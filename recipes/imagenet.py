@@ -158,7 +158,11 @@ def run(args: ImageArguments) -> dict[str, Any]:
     mix = Mixup(**mixing, num_classes=len(classes)) if args.mixup or args.cutmix else None
     loss_of = SoftTargetCrossEntropy() if mix else nn.CrossEntropyLoss(label_smoothing=args.smoothing)
     accumulate = args.batch_size // (train.batch_size * accelerator.num_processes)
-    per_epoch = max(1, len(train) // accumulate)
+    if len(train) < accumulate:  # the sampler of repeated augmentation rounds the number of images down
+        raise GraphFilterError(
+            f"the {len(train)} batches per epoch make no step: give --repeated_augmentation 0 or a smaller --batch_size"
+        )
+    per_epoch = len(train) // accumulate
     epochs = math.ceil(args.max_steps / per_epoch) if args.max_steps else math.ceil(args.epochs)
     total, warm_up = args.max_steps or round(args.epochs * per_epoch), round(args.warmup_epochs * per_epoch)
     if total <= warm_up > 0:

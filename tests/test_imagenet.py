@@ -180,6 +180,18 @@ def test_steps_are_of_as_many_images_as_asked_for(data, tmp_path):
     assert found["steps"] == 8
 
 
+def test_an_epoch_without_a_whole_step_is_refused(data, tmp_path, monkeypatch, capsys):
+    """As of repeated augmentation on several devices, whose sampler rounds the number of images down."""
+
+    class Batches(list):
+        batch_size = 4
+
+    monkeypatch.setattr(imagenet, "loaders", lambda *args: (Batches([1]), None))
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "run")
+    assert "the 1 batches per epoch make no step: give --repeated_augmentation 0" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_goes_on(data, tmp_path, monkeypatch):
     whole = run(data, tmp_path / "whole", "--mixup", "0.8")
     original = imagenet.save_state
