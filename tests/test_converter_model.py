@@ -318,7 +318,10 @@ def test_the_loss_is_that_of_equation_14(problem):
     torch.testing.assert_close(out.loss, 0.9 * task(out.logits, labels) + 0.1 * sum(expected) / 2)
 
 
-@pytest.mark.parametrize("options", [{"eta": 0.0}, {"eta": 0.5, "convolution": "synvolution"}])
+NO_PENALTY = [{"eta": 0.0}, {"eta": 0.5, "convolution": "synvolution"}]
+
+
+@pytest.mark.parametrize("options", NO_PENALTY)
 def test_no_kernel_polynomial_loss(options):
     model = build(ConverterForMaskedLM, **options).train()
     out = model(tokens(), labels=tokens())
@@ -337,10 +340,11 @@ def test_losses_of_parts_of_a_batch_sum_to_that_of_the_batch():
     torch.testing.assert_close(sum(parts), whole)
 
 
+@pytest.mark.parametrize("options", [{"eta": 0.3}, *NO_PENALTY])
 @pytest.mark.parametrize(("classes", "labels"), [(1, torch.randn(3)), (2, torch.tensor([[0.0, 1], [1, 1], [0, 0]]))])
-def test_losses_of_parts_that_are_means_of_their_own(classes, labels):
+def test_losses_of_parts_that_are_means_of_their_own(classes, labels, options):
     """Of numbers and of several labels at once: transformers divides these by what it is given."""
-    model, ids = build(ConverterForSequenceClassification, eta=0.3, num_labels=classes).train(), tokens()
+    model, ids = build(ConverterForSequenceClassification, num_labels=classes, **options).train(), tokens()
     whole, count = model(ids, labels=labels).loss, torch.tensor(labels.numel())
     parts = [model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=count).loss for i in range(3)]
     torch.testing.assert_close(sum(parts), whole)

@@ -93,14 +93,15 @@ class ConverterPreTrainedModel(PreTrainedModel):
     def _objective(self, task: Tensor, penalty: Tensor | None, labels: Tensor, count: Any = None) -> Tensor:
         """Return the objective of Eq. 14 from the loss of the task.
 
-        If a batch holds only some of the ``count`` labels of a step, the penalty is weighted by their share.
+        If a batch holds only some of the ``count`` labels of a step, their share weights the penalty and a mean loss.
         """
+        if count is not None:
+            share = (labels != -100).sum() / count
+            is_mean = self.config.problem_type in ("regression", "multi_label_classification")  # else it is a sum
+            task = task * share.to(task.device) if is_mean else task
+            penalty = None if penalty is None else penalty * share.to(penalty.device)
         if penalty is None:
             return task
-        if count is not None:
-            share = ((labels != -100).sum() / count).to(penalty.device)
-            is_sum = self.config.problem_type not in ("regression", "multi_label_classification")  # else it is a mean
-            penalty, task = penalty * share, task if is_sum else task * share.to(task.device)
         return (1 - self.config.eta) * task + self.config.eta * penalty.to(task.device)
 
 
