@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_graphfilter import GraphFilterError
 from hf_graphfilter.ops import triton as kernels
 from hf_graphfilter.ops.combine import combine
 from hf_graphfilter.ops.spectral import causal as plain
@@ -292,6 +293,21 @@ def test_what_filter_causal_leaves_to_the_plain_form():
     assert kernels.filter_causal(lambda: w, v, value, *state, 1e-30) is not None
     assert kernels.filter_causal(w.double, v.double(), value.double(), *state, 1e-30) is None
     assert kernels.filter_causal(lambda: w, v, value.repeat(1, 1, 1, 9), *state, 1e-30) is None
+
+
+@on_the_device
+@pytest.mark.parametrize("kernel", ["filter_causal", "apply_twice"])
+def test_second_derivatives_raise(kernel):
+    """Also where the incoming gradient is constant."""
+    x, weight = random((1, 1, 5, 8), torch.float32), torch.randn(8, 8, device=DEVICE, requires_grad=True)
+    y = x @ weight
+    if kernel == "apply_twice":
+        out = kernels.apply_twice(y, y, y)[1]
+    else:
+        out = kernels.filter_causal(lambda: y, y, y, *no_past(y, y), plain.TINY)[0]
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(GraphFilterError, match="has first derivatives only"):
+        torch.autograd.grad(grad.square().sum(), weight)
 
 
 # ------------------------------------------------------------------------------------------- models, and the choice

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..gradients import first_order
 from .tiles import dot, fits, like, load, options, power, precision, store, strided
 
 CHUNK = 32  # tokens that are taken together; registers suffice for no more
@@ -191,23 +191,28 @@ class _Causal(torch.autograd.Function):
         return out, masses[:, :, -1].clone(), last_mean
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_mass: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
-        w, v, value, masses, mean, last_mean = ctx.saved_tensors
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        chunks, grid, sizes, settings = _launch(v, value)
-        states = _states(v, value, masses, mean, ctx.tiny)[0]
-        later, later_mass = torch.empty_like(states), torch.empty_like(states[..., :1])
-        grads = like(w, w.dtype), like(v, v.dtype), like(value, value.dtype)
-        arguments = *map(strided, (w, v, value, grad, *grads)), masses, states, later, later_mass
-        counts = ctx.tiny, v.shape[1], chunks, v.shape[2]
-        for asking in (True, False):
-            _gradients[grid](*arguments, *counts, asking, **sizes, **settings)
-            if asking:
-                grad_mean, returned = grad_mean.contiguous(), (grad_mean * last_mean).sum(-1) - grad_mass
-                grad_mean = _carry(later, masses, grad_mean.clone(), reverse=True)
-                returned = _carry(later_mass, masses, returned.unsqueeze(-1), reverse=True).squeeze(-1)
-        return *grads, (grad_mean * mean).sum(-1) - returned, grad_mean, None
+        return *first_order(_backward, grad, grad_mass, grad_mean, ctx.tiny, *ctx.saved_tensors), None
+
+
+def _backward(
+    grad: Tensor, grad_mass: Tensor, grad_mean: Tensor, tiny: float, *saved: Tensor
+) -> tuple[Tensor | None, ...]:
+    w, v, value, masses, mean, last_mean = saved
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    chunks, grid, sizes, settings = _launch(v, value)
+    states = _states(v, value, masses, mean, tiny)[0]
+    later, later_mass = torch.empty_like(states), torch.empty_like(states[..., :1])
+    grads = like(w, w.dtype), like(v, v.dtype), like(value, value.dtype)
+    arguments = *map(strided, (w, v, value, grad, *grads)), masses, states, later, later_mass
+    counts = tiny, v.shape[1], chunks, v.shape[2]
+    for asking in (True, False):
+        _gradients[grid](*arguments, *counts, asking, **sizes, **settings)
+        if asking:
+            grad_mean, returned = grad_mean.contiguous(), (grad_mean * last_mean).sum(-1) - grad_mass
+            grad_mean = _carry(later, masses, grad_mean.clone(), reverse=True)
+            returned = _carry(later_mass, masses, returned.unsqueeze(-1), reverse=True).squeeze(-1)
+    return *grads, (grad_mean * mean).sum(-1) - returned, grad_mean
 
 
 def filter_causal(

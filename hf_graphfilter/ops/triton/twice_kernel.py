@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..gradients import first_order
 from ..heads import repeat_heads
 from .tiles import dot, fits, like, load, options, power, precision, store, strided, tile
 
@@ -205,28 +205,31 @@ class _ApplyTwice(torch.autograd.Function):
         return first, second
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_first: Tensor, grad_second: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, first, second, peak, inverse, mask = ctx.saved_tensors
-        grad_first, grad_second = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_first, grad_second))
-        scale, causal = ctx.options
-        heads, group, count, *sizes = _sizes(query, key, value)
-        outer, inner, settings = _blocks(1, query, value)
-        total, grad_query = like(first, first.dtype), like(query, torch.float32).zero_()
-        grad_key, grad_value = like(key, key.dtype), like(value, value.dtype)
-        rows = torch.empty_like(peak)
-        spread, ragged = _spread(mask, query), count % outer > 0
-        common = (peak, inverse, spread, scale, heads, group, count, causal, ragged, *sizes, inner, outer)
-        blocks = triton.cdiv(count, outer)
-        _toward_first[blocks, query.shape[0] * heads](
-            *map(strided, (query, key, first, second, grad_first, grad_second, total)), rows, *common, **settings
-        )
-        _gradients[blocks, query.shape[0] * heads // group](
-            *map(strided, (query, key, value, first, total, grad_second, grad_query, grad_key, grad_value)),
-            *(rows, *common),
-            **settings,
-        )
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+        grads = first_order(_backward, grad_first, grad_second, *ctx.options, *ctx.saved_tensors)
+        return *grads, None, None, None
+
+
+def _backward(grad_first: Tensor, grad_second: Tensor, scale: float, causal: bool, *saved: Any) -> tuple[Tensor, ...]:
+    query, key, value, first, second, peak, inverse, mask = saved
+    grad_first, grad_second = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_first, grad_second))
+    heads, group, count, *sizes = _sizes(query, key, value)
+    outer, inner, settings = _blocks(1, query, value)
+    total, grad_query = like(first, first.dtype), like(query, torch.float32).zero_()
+    grad_key, grad_value = like(key, key.dtype), like(value, value.dtype)
+    rows = torch.empty_like(peak)
+    spread, ragged = _spread(mask, query), count % outer > 0
+    common = (peak, inverse, spread, scale, heads, group, count, causal, ragged, *sizes, inner, outer)
+    blocks = triton.cdiv(count, outer)
+    _toward_first[blocks, query.shape[0] * heads](
+        *map(strided, (query, key, first, second, grad_first, grad_second, total)), rows, *common, **settings
+    )
+    _gradients[blocks, query.shape[0] * heads // group](
+        *map(strided, (query, key, value, first, total, grad_second, grad_query, grad_key, grad_value)),
+        *(rows, *common),
+        **settings,
+    )
+    return grad_query.to(query.dtype), grad_key, grad_value
 
 
 def apply_twice(
