@@ -112,7 +112,7 @@ def in_the_place_of(A, H, c, config, seen, close=None):
         count = tokens.sum(-1, keepdim=True).clamp(min=int(config.far == "all"))
         w = seen.weights
         outside = torch.nn.functional.linear(seen.hidden, w["outside.weight"], w["outside.bias"]).mT.unsqueeze(-1)
-        share = torch.sigmoid(scores.logsumexp(-1, keepdim=True) - outside - count.log())
+        share = torch.sigmoid(scores.logsumexp(-1, keepdim=True) - outside - count.to(A.dtype).log())
         H = share * scores.softmax(-1) * near + (1 - share) * H
     gate = c["gate"].to(A.dtype).view(-1, 1, 1) if "gate" in c else 1.0
     return (1 - gate) * A + gate * H

@@ -142,6 +142,11 @@ def test_decoding_by_any_pieces_gives_what_one_pass_gives(sizes, padding, memory
     torch.testing.assert_close(found[mask.bool()], full[mask.bool()], rtol=0, atol=2e-6)
 
 
+def test_a_model_in_float64_keeps_a_state_in_float64():
+    _, cache = pieces(build().double(), torch.randint(1, 90, (1, 13)), [13], torch.ones(1, 13))
+    assert {x.dtype for x in cache.layers[0].kept.values()} == {torch.float64}
+
+
 class Calls(TorchDispatchMode):
     count = 0
 

@@ -124,7 +124,7 @@ class FarField(KeepingFilter):
         is_far = (is_token & ~(sinks.at[..., None] == positions).any(1)).unflatten(1, (-1, block))
         past_means = FarMeans(state["mass"], state["mean"]) if "mass" in state else None
         logits = split_blocks(self.map_key(keys.flatten(2, 3), self.part), block)
-        count, exact = block_attention.count_far(is_far, causal), None
+        count, exact = block_attention.count_far(is_far, causal).to(logits.dtype), None
         if self.config.memory:
             self._check_order(causal)
             means, exact = remember_blocks(self.config.memory, keys, values, logits, is_far, past_means, memory.exact)

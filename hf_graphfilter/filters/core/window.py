@@ -53,7 +53,8 @@ def mix_window(
         mass = torch.logaddexp(mass, weight)
     if graph_filter.switched_off == "far":
         return near.to(far.dtype)
-    estimate = outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) + far_count.clamp(min=0).log()[:, None, :, None]
+    log_count = far_count.clamp(min=0).to(mass.dtype).log()[:, None, :, None]
+    estimate = outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) + log_count
     share = torch.sigmoid(mass - estimate)
     return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
 
