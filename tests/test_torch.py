@@ -88,6 +88,17 @@ def test_equals_explicit_matrices(family, entry):
     assert all(p.grad.abs().sum() > 0 for p in filter_parameters(model))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 2, "sinks": 1}], ids=["alone", "window"])
+@pytest.mark.parametrize("name", sorted({entry.config.filter for entry in FILTERS.values() if entry.replaces}))
+def test_a_text_of_no_tokens_gives_an_empty_output(name, options):
+    model, empty = patch_model(encoder(True), name, **options), torch.randn(2, 0, 32)
+    out = model(empty)
+    assert out.shape == empty.shape
+    out.sum().backward()
+    with torch.no_grad():
+        assert model.eval()(empty).shape == empty.shape
+
+
 OPTIONS = [*itertools.product((True, False), (True, False), (None, 12))]
 
 

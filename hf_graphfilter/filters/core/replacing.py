@@ -150,12 +150,14 @@ class ReplacingFilter(GraphFilter):
 
     def _spans_all(self, shift: AttentionShift) -> bool:
         """Return whether the window covers all tokens, so that the model's own attention is enough, and faster."""
-        config, in_a_graph = self.config, torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if config.far != "beyond" or in_a_graph:  # a graph would be bound to the number of tokens
+        config = self.config
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a graph would be bound to the number of tokens
             return False
+        if not shift.query.shape[2]:  # nothing to filter
+            return True
         same_scores = not self.position_bias or config.position_bias == "window"
         no_part = self.switched_off is None and shift.state is None
-        return same_scores and no_part and shift.key.shape[2] <= self.span
+        return config.far == "beyond" and same_scores and no_part and shift.key.shape[2] <= self.span
 
     def _add_zero_gradients(self, out: Tensor) -> Tensor:
         """Return ``out`` with a zero gradient for each parameter; DistributedDataParallel waits for all of them."""
