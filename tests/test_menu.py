@@ -316,17 +316,17 @@ def two_layers(first, second):
     return model
 
 
-@pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 4), (4, 1)])
 def test_value_residual_of_layers_with_other_key_heads_is_refused(first, second):
     message = f"adds the values of the first layer, {first} key heads, but layers.1.self_attn has {second}"
     with pytest.raises(GraphFilterError, match=message):
         patch_model(two_layers(first, second), "value-residual")
 
 
-@pytest.mark.parametrize(("first", "second"), [(4, 1), (1, 4)])
-def test_value_residual_adds_a_single_key_head_to_all(first, second):
-    model = turn_on(patch_model(two_layers(first, second), "value-residual"))
-    assert model(torch.arange(10).view(2, 5)).last_hidden_state.isfinite().all()
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 1, 1, 0], [1] * 5])], ids=["no mask", "padding"])
+def test_value_residual_adds_a_single_key_head_to_all(mask):
+    model = turn_on(patch_model(two_layers(1, 4), "value-residual"))
+    assert model(torch.arange(10).view(2, 5), attention_mask=mask).last_hidden_state.isfinite().all()
 
 
 ONE_LAYER = {"bert": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}, "whisper": {"decoder_layers": 1}}

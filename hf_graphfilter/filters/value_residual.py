@@ -72,7 +72,7 @@ class ValueResidualConfig(FromFirstLayerConfig):
         first_of_group = {site.group: site for site in sites if site.index == 0}
         for site in sites:
             first = first_of_group[site.group]
-            if len({first.key_heads, site.key_heads} - {1}) > 1:  # the values of a single head are added to all
+            if first.key_heads not in (1, site.key_heads):  # the values of a single head are added to all
                 raise GraphFilterError(
                     f"{self.filter!r} adds the values of the first layer, {first.key_heads} key heads, but {site.name} "
                     f"has {site.key_heads}: choose layers of the same shape"
