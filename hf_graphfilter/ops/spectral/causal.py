@@ -56,7 +56,7 @@ def filter_causal(
         if is_exporting() or is_traced:
             raise GraphFilterError(
                 "a causal filter in the singular value domain chooses between two forms by its input, which an "
-                "exported graph cannot: export models without causal attention, or patch with 'gfsa'"
+                "exported graph cannot: export models without causal attention, or patch with 'gfsa' or 'far_field'"
             )
         if _underflows(v.detach(), keys):
             out, state = _stable_causal(left.rows(), to_float32(v), to_float32(value), state)
