@@ -55,7 +55,7 @@ class Linearization(Fit):
         evaluations: how often a stage is measured, at most.
         precision: None or ``"bf16"``.
         reports: a report of each stage.
-        causal: whether the model has one stack and all its filters see earlier tokens only.
+        causal: whether the model has one stack and none of its filters sees later tokens.
         predicts: whether the model's logits predict the next token.
         probes: batches of retrieval probes, if these decide which layers keep their attention.
     """

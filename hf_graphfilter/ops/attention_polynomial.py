@@ -60,7 +60,7 @@ def apply_polynomial(
         coefficients: ``c_0 ... c_K`` with K >= 1, each (heads,) or None for 0; ``c_K`` is not None.
         mask: bool (True: may attend) or additive, broadcastable to (batch, heads, tokens, tokens).
         scale: of the scores, 1 / sqrt(features) by default.
-        causal: whether a token sees only earlier ones (then without ``mask``).
+        causal: whether a token sees only itself and earlier tokens (then without ``mask``).
         dropout: probability with which an entry of A is dropped, in steps of 2^-16.
 
     Returns:

@@ -15,7 +15,7 @@ class AttentionSite:
         name: path of the module in the model.
         module: the attention module.
         heads: number of query heads.
-        causal: whether a token sees only earlier ones.
+        causal: whether a token sees only itself and earlier tokens.
         stack: ``"encoder"`` or ``"decoder"``.
         group: path of the stack; layers are counted within it.
         index: number of the layer in its stack, from 0.

@@ -92,7 +92,7 @@ class GraphFilterAttention(nn.Module):
             key: (batch, key heads, tokens, features).
             value: (batch, key heads, tokens, features).
             attn_mask: as for ``scaled_dot_product_attention``: bool (True: may attend) or additive.
-            is_causal: whether a token sees only earlier ones. ``attn_mask`` must then be None.
+            is_causal: whether a token sees only itself and earlier tokens. ``attn_mask`` must then be None.
             dropout_p: as for ``scaled_dot_product_attention``; pass 0 in evaluation.
             scale: factor of the scores. Default: 1 / sqrt(features).
             hidden: (batch, tokens, hidden size), the input of the attention, for filters that read it.

@@ -25,7 +25,7 @@ class SDPACall:
         hidden: (batch, tokens, hidden size), the input of the attention; None where it is not known.
         mask: bool (True: may attend) or additive, broadcastable to (batch, heads, tokens, tokens); None for no mask.
         keys: bool (batch, tokens), True for tokens that are not padding; ``mask`` then need not hide padding.
-        causal: whether a token sees only earlier ones, besides ``keys``. If so, ``mask`` is causal too, or None.
+        causal: whether a token sees only itself and earlier tokens, besides ``keys``; ``mask`` is then causal or None.
         declared_causal: whether a compiled graph expects a causal mask, since it cannot look into the mask.
         dropout: probability with which an entry of ``A`` is dropped.
         scale: factor of the scores; None for 1 / sqrt(features).

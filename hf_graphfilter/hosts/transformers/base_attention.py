@@ -249,5 +249,5 @@ def _is_split() -> bool:
 
 
 def declares_causal(module: nn.Module) -> bool:
-    """Return whether a module declares that a token sees only earlier ones."""
+    """Return whether a module declares that a token sees only itself and earlier tokens."""
     return bool(getattr(module, "is_causal", False))
