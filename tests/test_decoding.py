@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from filters import cases, filters
 from models import FAMILIES, TEXT, TRANSFORMERS_5_17, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import vmap
 from transformers import (
     BartForConditionalGeneration,
     Cache,
@@ -375,6 +376,27 @@ def test_sliding_window_cache(entry):
     ids = torch.randint(5, 99, (2, 6))
     cached, plain = (model.generate(ids, **OPTIONS, use_cache=c) for c in (True, False))
     assert torch.equal(cached, plain)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("name", "window"), [("gfsa", None), ("gfsa", 4), ("far_field", None)])
+def test_decoding_within_vmap_and_on_the_meta_device(name, window):
+    """Neither has a kernel for every operator of PyTorch."""
+    config = copy.deepcopy(MISTRAL)
+    config.sliding_window = window
+    model = turn_on(patch_model(MistralForCausalLM(config).eval(), name))
+
+    def decode(ids):
+        cache = DynamicCache(config=config)
+        return [model(part, **{CACHE: cache}).logits for part in ids.split((4, 1, 1), 1)]
+
+    ids = torch.randint(5, 99, (3, 6))
+    with torch.no_grad():
+        found = vmap(lambda row: decode(row[None]))(ids)
+        torch.testing.assert_close([part[:, 0] for part in found], decode(ids))
+        model.to("meta")
+        with torch.device("meta"):
+            assert decode(ids.to("meta"))[-1].shape == (3, 1, 99)
 
 
 SMALL = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}

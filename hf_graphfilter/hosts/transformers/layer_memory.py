@@ -65,6 +65,7 @@ class LayerMemory(_Layer):
         """
         if not torch.compiler.is_compiling():
             self.replaced |= not (self.keys is self.known[0] and self.values is self.known[1])
+        self.known = None, None  # until the layer has changed them, see `__setattr__`
         result = change(*args, **kwargs)
         self.known = self.keys, self.values
         if each is not None:
@@ -102,8 +103,9 @@ class LayerMemory(_Layer):
         """Detach the filter's tensors with the keys: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
         old_value = self.__dict__.get(name) if name in ("keys", "values") else None
         is_new_tensor = isinstance(old_value, Tensor) and isinstance(value, Tensor) and value is not old_value
-        is_new_tensor = is_new_tensor and not torch.compiler.is_compiling()  # no graph has `is_set_to`
-        if is_new_tensor and not value.requires_grad and value.is_set_to(old_value):
+        # changes by the layer itself do not come to `is_set_to`, which graphs, vmap and the meta device lack
+        is_by_others = not torch.compiler.is_compiling() and any(known is old_value for known in self.known)
+        if is_new_tensor and is_by_others and not value.requires_grad and value.is_set_to(old_value):
             self.known = tuple(value if known is old_value else known for known in self.known)  # type: ignore[assignment]
             if name == "keys":
                 self._change_kept(Tensor.detach)
