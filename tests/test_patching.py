@@ -313,6 +313,22 @@ def test_a_model_that_accelerate_has_offloaded(name):
     assert output(model, FAMILIES["bert"].inputs()).isfinite().all()
 
 
+class Float8Linear(torch.nn.Linear):
+    """A layer as quantizers make it: no operator but the cast takes its weight."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def test_a_filter_of_quantized_weights_has_a_dtype_to_compute_in():
+    model = FAMILIES["llama"].build().bfloat16()
+    for layer in (m for m in model.modules() if type(m) is torch.nn.Linear):
+        layer.__class__, layer.weight.data = Float8Linear, layer.weight.data.to(torch.float8_e4m3fn)
+    patch_model(model, "agf")
+    assert {p.dtype for p in filter_parameters(model)} == {torch.float32}
+    assert output(model, FAMILIES["llama"].inputs()).isfinite().all()
+
+
 def test_status_copies_no_weights_of_an_offloaded_model(monkeypatch):
     copied, copy_tensor = [], torch.Tensor.__deepcopy__
 

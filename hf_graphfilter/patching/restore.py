@@ -123,14 +123,15 @@ def build_at(config: FilterConfig, site: AttentionSite, model: nn.Module) -> Gra
     """Build the filter of a site, with the training mode, device and dtype of its module.
 
     If the module has no weights (``GraphFilterAttention``), device and dtype are those of the nearest module around it
-    that has some.
+    that has some. If the weights are quantized, the filter keeps the dtype in which it was made.
     """
     graph_filter = build_filter(config, site)
     path = site.name.split(".")
     modules = (model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
     owner = next((module for module in modules if next(module.parameters(), None) is not None), site.module)
     parameter = next(owner.parameters(), torch.empty(0))
-    dtype = parameter.dtype if parameter.is_floating_point() else None
+    is_quantized = not parameter.is_floating_point() or parameter.element_size() == 1  # integers or float8
+    dtype = None if is_quantized else parameter.dtype
     graph_filter.train(site.module.training)
     device = device_of(owner)
     # in a model on the meta device, a module may hold tensors that are not on it
