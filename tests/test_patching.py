@@ -563,6 +563,29 @@ def test_a_replaced_forward_is_noticed(way, name, monkeypatch, refuses):
         assert torch.equal(output(patch_model(model, name), inputs), before)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, None])
+def test_a_replaced_forward_is_noticed_after_one_that_did_not_end(error, monkeypatch):
+    """An error has ended it, or it was called itself, without the hooks of the module."""
+    family = FAMILIES["llama"]
+    model, inputs = patch_model(family.build(num_hidden_layers=1)), family.inputs()
+    module = model.layers[0].self_attn
+
+    def stop(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        if error:
+            patch.setattr(module.o_proj, "forward", stop)
+            with pytest.raises(error):
+                output(model, inputs)
+        else:
+            patch.setattr(type(module), "__call__", type(module).forward)
+            output(model, inputs)
+    REPLACEMENTS["object"](module, monkeypatch)
+    with pytest.raises(GraphFilterError, match="ran without its graph filter"):
+        output(model, inputs)
+
+
 def test_one_replaced_forward_is_not_left_out_in_silence():
     model = FAMILIES["llama"].build()
     model.layers[1].self_attn.forward = MethodType(replaced_forward, model.layers[1].self_attn)

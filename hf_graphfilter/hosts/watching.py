@@ -14,7 +14,7 @@ from .base import describe_site
 
 _runs = threading.local()  # latest: id of the module whose filter ran last in this thread, until its forward ends
 _RAN = "_graph_filter_ran"  # of a patched module: whether its filter ran in compiled code, which knows no threads
-_NOTICE = "graph_filter"  # the key of the hook that asks
+_NOTICE = "graph_filter"  # the key of the two hooks
 REPLACED = "its forward was replaced"  # beginning of the reason for refusing such a module
 
 
@@ -27,11 +27,13 @@ def running_forward(module: nn.Module) -> Any:
 def watch(module: nn.Module) -> None:
     """Make a forward of a patched module raise unless it runs the filter."""
     object.__setattr__(module, _RAN, False)
-    module._forward_hooks[_NOTICE] = _notice  # type: ignore[index]  # by name: the same in a model that was pickled
+    module._forward_pre_hooks[_NOTICE] = _begin  # type: ignore[index]  # by name: the same in a model that was pickled
+    module._forward_hooks[_NOTICE] = _notice  # type: ignore[index]
 
 
 def unwatch(module: nn.Module) -> None:
     """Undo ``watch``."""
+    module._forward_pre_hooks.pop(_NOTICE, None)  # type: ignore[call-overload]
     module._forward_hooks.pop(_NOTICE, None)  # type: ignore[call-overload]
     vars(module).pop(_RAN, None)
 
@@ -47,6 +49,12 @@ def note_filter_runs(module: nn.Module) -> None:
         object.__setattr__(module, _RAN, True)  # past nn.Module's, which takes a microsecond
     else:
         _runs.latest = id(module)
+
+
+def _begin(module: Any, args: Any) -> None:
+    """Forget a run whose forward did not end in ``_notice``: an exception, or a call of ``forward`` itself."""
+    if not torch.compiler.is_compiling():
+        _runs.latest = None
 
 
 def _notice(module: Any, args: Any, output: Any) -> None:
