@@ -78,7 +78,10 @@ class BaseAttention:
         )
 
     def _is_unread_eager(self) -> bool:
-        """Return whether this is eager attention in training whose weights nobody reads, so another form may do."""
+        """Return whether this is eager attention in training whose weights nobody reads, so another form may do.
+
+        A hook on a module around this one is not seen, and gets None.
+        """
         if self.implementation != "eager" or torch.compiler.is_compiling():
             return False
         is_unread = not has_other_hooks(self.module) and not asks_for_weights(self.options)
