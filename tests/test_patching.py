@@ -84,14 +84,27 @@ def test_layers_are_counted_in_each_stack():
         patch_model(FAMILIES["t5"].build(), layers=[2])
 
 
-@pytest.mark.parametrize("layers", [[0], [-2], slice(0, 1), "even", lambda i, _: i == 0])
-def test_layers_are_counted_among_those_of_the_stack(layers):
-    """Some layers of a decoder may attend in both directions."""
+def mixed_decoder():
+    """A decoder in which some layers attend in both directions."""
     config = copy.deepcopy(FAMILIES["llama"].config)
     config.num_hidden_layers = 4
     model = LlamaModel(config)
     model.layers[0].self_attn.is_causal = model.layers[2].self_attn.is_causal = False
-    assert patched_indices(patch_model(model, layers=layers, stack="decoder")) == ["layers.1.self_attn"]
+    return model
+
+
+@pytest.mark.parametrize("layers", [[0], [-2], slice(0, 1), "even", lambda i, _: i == 0])
+def test_layers_are_counted_among_those_of_the_stack(layers):
+    model = patch_model(mixed_decoder(), layers=layers, stack="decoder")
+    assert patched_indices(model) == ["layers.1.self_attn"]
+
+
+def test_kept_heads_of_layers_that_stack_counts_otherwise_are_refused():
+    model = mixed_decoder()
+    with pytest.raises(GraphFilterError, match=r"stack='decoder' those of one: .* pass layers=\[1, 3\], which"):
+        patch_model(model, "far_field", keep={1: [0]}, stack="decoder")
+    patch_model(model, "far_field", keep={1: [0]}, layers=[1, 3])
+    assert [layer.self_attn.graph_filter.kept is not None for layer in model.layers[1::2]] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])

@@ -14,7 +14,10 @@ Layers = None | str | Collection[int] | slice | Callable[[int, str], bool]
 
 
 def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) -> list[AttentionSite]:
-    """Return the sites that ``layers`` and ``stack`` of ``patch_model`` select; layers count within each stack."""
+    """Return the sites that ``layers`` and ``stack`` of ``patch_model`` select.
+
+    Layers are counted in each group, and among those of ``stack`` if it is given.
+    """
     kinds = sorted({site.stack for site in sites})
     if stack is not None:
         if not isinstance(stack, str) or stack not in kinds:

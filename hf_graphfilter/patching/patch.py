@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from ..errors import GraphFilterError
-from ..filters import FilterConfig, as_config
+from ..filters import AttentionSite, FilterConfig, as_config
 from ..filters.core.attached import CHILD, patched_modules
+from ..filters.core.kept_heads import KeepingConfig
 from ..filters.core.record import extend_record
 from ..hosts import encoder_of, host_of, unwrapped
 from ..hosts.watching import REPLACED
@@ -44,9 +45,10 @@ def patch_model(
             ``GraphFilterAttention``. Pass the whole model that you will save, since the record of the patch is stored
             in it. Choose parts with ``layers`` and ``stack``.
         filter: the name of a registered filter, or its config object. Default: ``"gfsa"``.
-        layers: the layers to patch, counted from 0 within each stack: ``"all"``, ``"even"``, ``"odd"``, a list of
-            indices (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``. A
-            string can also give indices, ``"0,2,-1"``, or a slice, ``"2:8"``. Default: all layers.
+        layers: the layers to patch, counted from 0 in each list of layers of the model: ``"all"``, ``"even"``,
+            ``"odd"``, a list of indices (negative ones count from the end), a slice, or a predicate
+            ``(index, module name) -> bool``. A string can also give indices, ``"0,2,-1"``, or a slice, ``"2:8"``. With
+            ``stack``, only the layers of that stack are counted. Default: all layers.
         stack: ``"encoder"`` or ``"decoder"`` to patch only that stack. Default: both.
         **options: options of the filter, if ``filter`` is a name.
 
@@ -72,6 +74,8 @@ def patch_model(
     if replaced := next((name for name, reason in refused.items() if reason.startswith(REPLACED)), None):
         raise GraphFilterError(f"{replaced} cannot be patched: {refused[replaced]}")  # and must not be skipped silently
     selected = select_sites(sites, layers, stack)
+    if isinstance(config, KeepingConfig) and config.keep and stack is not None:
+        _check_counts(sites, selected, stack)
     for site in selected:
         if hasattr(site.module, CHILD):
             raise GraphFilterError(
@@ -139,6 +143,16 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
         for parameter, requires_grad in grad_flags:
             parameter.requires_grad_(requires_grad)
         raise
+
+
+def _check_counts(sites: list[AttentionSite], selected: list[AttentionSite], stack: str) -> None:
+    """Raise if one list holds layers of both stacks, so that ``keep`` and ``layers`` give a layer other numbers."""
+    groups = {site.group for site in selected}
+    if any(site.group in groups and site.stack != stack for site in sites):
+        raise GraphFilterError(
+            f"keep= counts the layers of both stacks, and stack={stack!r} those of one: leave out stack=, and pass "
+            f"layers={[site.index for site in selected]}, which counts as keep= does"
+        )
 
 
 def _nothing_to_patch(model: nn.Module, refused: dict[str, str]) -> str:

@@ -17,8 +17,8 @@ class AttentionSite:
         heads: number of query heads.
         causal: whether a token sees only itself and earlier tokens.
         stack: ``"encoder"`` or ``"decoder"``.
-        group: path of the stack; layers are counted within it.
-        index: number of the layer in its stack, from 0.
+        group: path of the list of layers, such as ``decoder.block``.
+        index: number of the layer in its group, from 0.
         hidden_size: number of features of the module's input; None if the module does not pass its input on.
         head_dim: number of features of a query head.
         key_heads: number of key and value heads; 0 stands for ``heads``.
