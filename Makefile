@@ -31,9 +31,10 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# the site, in build/site; warnings are errors
-docs: $(VENV)/installed-docs
+# the site, in build/site; warnings are errors; then the tests of the site
+docs: $(VENV)/installed-docs $(VENV)/installed-test
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict
+	SITE=build/site $(BIN)/python -m pytest tests/test_site.py
 
 # notebooks/, written from examples/notebooks and run (minutes)
 notebooks: $(VENV)/installed-test

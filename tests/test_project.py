@@ -157,6 +157,14 @@ def test_workflows_and_forms_are_yaml_and_name_targets_that_exist(file):
         assert all((ROOT / script).is_file() for c in commands for script in re.findall(r"tests/\S+\.py", c))
 
 
+def test_make_docs_tests_the_site_that_it_built():
+    recipe = re.search(r"^docs:.*\n(?:\t.*\n)+", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
+    assert "installed-docs" in recipe
+    assert "installed-test" in recipe
+    folder = re.search(r"^site_dir: (.*)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
+    assert f"SITE={folder} $(BIN)/python -m pytest tests/test_site.py" in recipe.partition("mkdocs build")[2]
+
+
 def test_no_file_is_unpickled():
     """SECURITY.md says so. (In memory, ``pickle.loads(pickle.dumps(model))`` is a check of filters.)"""
     pickles = re.compile(r"torch\.(load|save)\b|pickle\.load\b|Unpickler|joblib|dill\b")

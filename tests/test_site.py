@@ -46,14 +46,11 @@ class Page(HTMLParser):
             self.raw.append(data)
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """{path below the root of the site: Page}, and the folder; the processes of a run share one build."""
+def build_site(temporary):
+    """Return the folder of the site; the processes of a run share one build."""
     pytest.importorskip("material", reason="the site is built with mkdocs-material")
     pytest.importorskip("mkdocstrings")
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
+    shared = temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary
     folder = shared / "site"
     with FileLock(shared / "site.lock"):
         if not folder.is_dir():
@@ -62,6 +59,14 @@ def site(tmp_path_factory):
             environment = {**os.environ, "PATH": path, "NO_MKDOCS_2_WARNING": "1"}
             built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
             assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder of the site, and {path below it: Page}. ``make docs`` names its build by SITE, so it skips no test."""
+    named = os.environ.get("SITE")
+    folder = ROOT / named if named else build_site(tmp_path_factory.getbasetemp())
     return folder, {str(file.relative_to(folder)): Page(file) for file in folder.rglob("*.html")}
 
 
