@@ -1,9 +1,9 @@
 """Measure the cost of a filter beside other processes: ``python benchmarks/busy.py`` (on the CPU).
 
 Training steps of typical shapes are timed, with the baseline and the filters in turn, while none, one or two other
-processes each keep a core busy. ``AGF, 32 x 256`` is attention alone (forward, and forward with backward), beside the
-same formula in PyTorch operations. The memory layout makes processes differ by some per cent, so the rounds of several
-processes are put together. The rows also have the peak memory of a step.
+processes each keep a core busy. ``AGF, 32 x 256`` is attention alone, forward and backward, beside the same formula in
+PyTorch operations. The memory layout makes processes differ by some per cent, so the rounds of several processes are
+put together. The rows also have the peak memory of a step.
 
 With ``--compiled`` all models are compiled by ``torch.compile``, and an uncompiled baseline is measured, too. With
 ``--waiting`` the baseline and one filter are measured with two wait policies: PyTorch's threads keep their cores while
@@ -46,16 +46,17 @@ from hf_graphfilter.ops import spectral
 from hf_graphfilter.ops.polynomials import expand, recurrence
 
 WIDE = {"width": 128, "batch": 32, "tokens": 64, "heads": 4}
-SOME_LAYERS: dict[str, str | list[int]] = {
+LEAGUE = {"K": 3, "learn": ("w_0", "w_1", "w_K")}  # of the variants whose equal time the league measures
+LEAGUE_LAYERS: dict[str, str | list[int]] = {  # where these variants have GFSA
+    "gfsa, all coefficients": "all",
     "gfsa, every second layer": "even",
     "gfsa, layers 0, 2 and 4": [0, 2, 4],
     "gfsa, first layer": [0],
 }
-LEAGUE = {"K": 3, "learn": ("w_0", "w_1", "w_K")}  # of the variants whose equal time the league measures
 MIDDLE = {"width": 64, "batch": 16, "tokens": 128, "heads": 4}
 LONG = {"width": 128, "batch": 8, "tokens": 256, "heads": 2}
 MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
-    "GPT-2 12 x 32, 32 x 64": (narrow, ("gfsa", *SOME_LAYERS, "contranorm", "agf", "hedgehog")),
+    "GPT-2 12 x 32, 32 x 64": (narrow, ("gfsa", *LEAGUE_LAYERS, "contranorm", "agf", "hedgehog")),
     "GPT-2 12 x 64, 16 x 128": (partial(narrow, **MIDDLE), ("gfsa", "gfsa, layers 0, 2 and 4")),
     "GPT-2 12 x 128, 32 x 64": (partial(narrow, **WIDE), ("gfsa",)),
     "GPT-2 12 x 128, 8 x 256": (partial(narrow, **LONG), ("gfsa",)),
@@ -89,8 +90,8 @@ def build_step(shape: str, form: str, compiled: bool) -> Call:
         return filter_batch()[form]
     build, batch, *_ = MODELS[shape][0](False, "cpu")
     model = build()
-    if form in SOME_LAYERS:
-        patch_filter(model, "gfsa", layers=SOME_LAYERS[form], **LEAGUE)
+    if form in LEAGUE_LAYERS:
+        patch_filter(model, "gfsa", layers=LEAGUE_LAYERS[form], **LEAGUE)
     elif form not in ("plain", NOT_COMPILED):
         patch_filter(model, form)
     if compiled and form != NOT_COMPILED:

@@ -64,7 +64,7 @@ def time_layers(rounds: int) -> dict[str, float]:
     for form, name in FORMS.items():
         models[form] = BertModel(config).eval()
         if name is not None:
-            patch_model(models[form], name)
+            patch_filter(models[form], name)
     times: dict[str, list[float]] = {form: [] for form in models}
     with torch.inference_mode():
         for number in range(rounds + 5):

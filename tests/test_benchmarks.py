@@ -227,6 +227,29 @@ def test_filters_are_timed_as_they_train():
         assert values["w_K"].all(), "with it at 0, A would be applied only once"
 
 
+def test_calls_are_timed_with_filters_off_their_start(monkeypatch):
+    import overhead
+
+    patched, patch = [], overhead.patch_filter
+    monkeypatch.setattr(overhead, "patch_filter", lambda model, name: patched.append(name) or patch(model, name))
+    monkeypatch.setattr(overhead, "CALLS", 1)
+    overhead.time_layers(1)
+    assert patched == [name for name in overhead.FORMS.values() if name]
+
+
+def test_the_league_is_timed_with_all_coefficients(monkeypatch, transformers_warnings):
+    import busy
+
+    shape, built = "GPT-2 12 x 32, 32 x 64", {}
+    monkeypatch.setattr(busy, "training_step", lambda model, batch: [f for _, f in filters_of(model)])
+    for form in busy.LEAGUE_LAYERS:
+        built[form] = busy.build_step(shape, form, compiled=False)
+        assert all(c.requires_grad for f in built[form] for c in f.coefficient_tensors().values())
+    transformers_warnings.clear()  # of the small vocabulary
+    assert {*built} <= {*busy.list_forms(shape, compiled=False)}
+    assert len(built["gfsa, all coefficients"]) == 12
+
+
 def test_a_gate_that_rises_leaves_all_steps_to_a_blend(monkeypatch):
     import transfer
     from test_conversion import llama, texts
