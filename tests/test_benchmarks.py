@@ -250,6 +250,16 @@ def test_the_league_is_timed_with_all_coefficients(monkeypatch, transformers_war
     assert len(built["gfsa, all coefficients"]) == 12
 
 
+def test_the_page_says_what_passive_threads_cost():
+    from pages.speed import waiting_table
+
+    body = [line.strip("| ").split(" | ") for line in waiting_table().splitlines() if "| quiet | " in line]
+    steps = [[cell.strip("*") for cell in row if "**" in cell] for row in body if "`gfsa`" in row]
+    longer = [[round(100 * (float(cell) - 1)) for cell in column] for column in zip(*steps, strict=True)]
+    baseline, gfsa = (f"{min(column)} to {max(column)} %" for column in longer)
+    assert f"{baseline} for the baseline, {gfsa} for GFSA" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
 def test_a_gate_that_rises_leaves_all_steps_to_a_blend(monkeypatch):
     import transfer
     from test_conversion import llama, texts

@@ -15,7 +15,7 @@ CARD = ROOT / "model_cards" / "minilm-movie-snippets"
 def read(name: str) -> list[dict]:
     """Rows of a results file; none where it has not been measured on this kind of device."""
     file = RESULTS / f"{name}.csv"
-    return list(csv.DictReader(file.open())) if file.is_file() else []
+    return list(csv.DictReader(file.read_text().splitlines())) if file.is_file() else []
 
 
 def pivot(rows: Iterable[dict], *keys: str) -> dict[tuple[str, ...], dict[str, dict]]:
