@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -258,6 +259,18 @@ def test_the_page_says_what_passive_threads_cost():
     longer = [[round(100 * (float(cell) - 1)) for cell in column] for column in zip(*steps, strict=True)]
     baseline, gfsa = (f"{min(column)} to {max(column)} %" for column in longer)
     assert f"{baseline} for the baseline, {gfsa} for GFSA" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_the_headlines_name_what_their_variants_learn():
+    from pages.leagues import read_league
+    from pages.overview import ALL_LAYERS, LEARNED, THREE_LAYERS, headlines
+
+    for name, variant in (("depth", ALL_LAYERS), *((n, THREE_LAYERS) for n in ("few", "replicated", "wide"))):
+        assert read_league(name)[0].variants[variant]["filter_options"]["learn"] == ["w_0", "w_1", "w_K"]
+    rows = [line for line in headlines().splitlines() if "league.md" in line]
+    assert [LEARNED in row for row in rows] == [True, True]
+    seeds = [len(read_league(name)[0].stages[-1].seeds) for name in ("depth", "few", "replicated", "wide")]
+    assert [int(n) for row in rows for n in re.findall(r"(\d+) seeds", row)][:4] == seeds
 
 
 def test_a_gate_that_rises_leaves_all_steps_to_a_blend(monkeypatch):

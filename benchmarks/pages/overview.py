@@ -5,18 +5,19 @@ from statistics import median
 
 from hf_graphfilter.demo import result_rows
 from hf_graphfilter.tables import markdown_table
-from pages.leagues import read_league
+from pages.leagues import ALL_LAYERS, read_league
 from pages.sources import CARD, over_plain, read, where
-from recipes.league.standings import compare_filters, overview
+from recipes.league.standings import cell, compare_filters, comparisons
+
+THREE_LAYERS = "layers 0, 2 and 4"
+LEARNED = "all coefficients learned"  # by ALL_LAYERS and THREE_LAYERS; GFSA learns w_K alone by default
 
 
 def headlines() -> str:
     """Write rows for what GFSA gains and costs, and one for what AGF saves."""
     league, runs = read_league("depth")
-    header, body = overview(league, runs, league.stages[-1])
-    gain = dict(zip(header, next(row for row in body if row[0] == "gfsa, w_0 and w_1 too"), strict=True))
-    task = next(name for name in header if name.startswith("ptb, 12 layers"))
-    equal_time = {"PTB": compare_in_time("few"), "WikiText-2": compare_in_time("replicated")}
+    pairs = {(pair.task, pair.variant): pair for pair in comparisons(league, runs, league.stages[-1])}
+    gain = pairs["ptb, 12 layers", ALL_LAYERS]
     steps = [row for row in read("busy-cpu") if row["form"] == "gfsa" and row["pass"].endswith("0 busy")]
     slowest = max(steps, key=over_plain)
     gpu = sorted((row for row in read("gfsa-cuda-steps") if row["form"] == "gfsa"), key=over_plain)
@@ -31,15 +32,14 @@ def headlines() -> str:
         lengths.append(f"{kind}: faster from {faster:,} tokens on, **{rows[max(rows)]:.3f}** at {max(rows):,}")
     table = [
         [
-            "GFSA - baseline, same steps: perplexity of GPT-2 with 12 layers of 32 features on PTB",
-            f"{gain[task]}, 95 % interval, 8 seeds",
+            f"GFSA ({LEARNED}) - baseline, same steps: perplexity of GPT-2, 12 layers of 32 features, on PTB",
+            f"{cell(gain)}, 95 % interval, {gain.paired.pairs} seeds",
             "league.md#gfsa-in-deep-language-models",
         ],
         [
-            "the same with GFSA in three layers, in equal time",
-            "; ".join(f"{corpus} {difference}" for corpus, difference in equal_time.items())
-            + "; 8 seeds each, uncorrected; with 64 features, PTB "
-            f"**{compare_in_time('wide')}**, 5 seeds, WikiText-2 {compare_in_time('wide_replicated')}, 4",
+            f"the same ({LEARNED}) in three layers, equal time",
+            f"PTB {compare_in_time('few')}; WikiText-2 {compare_in_time('replicated')}; uncorrected; with 64 features, "
+            f"PTB {compare_in_time('wide', '**')}; WikiText-2 {compare_in_time('wide_replicated')}",
             "league.md#few-layers",
         ],
         [
@@ -68,12 +68,13 @@ def headlines() -> str:
     return f"{markdown_table(['measured', 'result', 'more'], table)}\n\nTimes on the CPU: {where([*steps, *compared])}"
 
 
-def compare_in_time(name: str) -> str:
-    """Return perplexity of GFSA in three layers minus that of the baseline in equal time, with its interval."""
+def compare_in_time(name: str, mark: str = "") -> str:
+    """Return perplexity of GFSA in three layers minus the baseline's in equal time, with its interval and seeds."""
     league, runs = read_league(name)
     _, body = compare_filters(league, runs, league.stages[-1])
-    pair = next(row for row in body if row[0] == "`layers 0, 2 and 4` - `baseline, 1.08 times the steps`")
-    return pair[1].rpartition(", ")[0]
+    pair = next(row for row in body if row[0] == f"`{THREE_LAYERS}` - `baseline, 1.08 times the steps`")
+    difference, _, seeds = pair[1].rpartition(", ")
+    return f"{mark}{difference}{mark}, {seeds} seeds"
 
 
 def demo_results() -> dict:
