@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import itertools
 import json
 import re
 import runpy
@@ -61,6 +62,11 @@ def test_links_between_pages_lead_to_files(page):
     found = []
     LINKS["relinked"](page.read_text(), str(page.relative_to(ROOT)), lambda path: found.append(path) or path)
     assert [path for path in found if not (ROOT / path).exists()] == []
+
+
+def test_no_line_repeats_the_end_of_the_line_before():
+    pairs = (pair for page in PAGES for pair in itertools.pairwise(map(str.strip, page.read_text().splitlines())))
+    assert [b for a, b in pairs if len(b) > 30 and b[0] != "|" and a.endswith(b)] == []
 
 
 def test_the_long_description_has_no_relative_link():
