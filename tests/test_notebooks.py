@@ -75,8 +75,11 @@ def test_links_of_notebooks_lead_to_files(script):
     assert [link for link in found if not (ROOT / link).exists()] == []
 
 
-# training and a report take more than a quarter of a minute; test_readme.py runs an example of a filter of one's own
-SLOW = {"analyse", "fine_tune", "linearize", "own_filter"}
+SLOW = {"analyse", "fine_tune", "linearize"}  # the quickest runs in make test-long
+
+
+def test_slow_notebooks_exist_and_are_not_all():
+    assert {script.stem for script in SCRIPTS} > SLOW
 
 
 @pytest.mark.parametrize(
