@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import runpy
+import shlex
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -150,18 +151,34 @@ def test_what_is_imported_is_declared(folder):
         assert at_once <= CORE
 
 
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def named_targets(commands):
+    """Return the targets that commands ask of make: its words, but for variables."""
+    found = re.findall(r"(?:^|[;&] *)make ([^\n;&|]*)", "\n".join(commands), re.MULTILINE)
+    return {word for words in found for word in shlex.split(words) if "=" not in word}
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda f: f.name)
 def test_workflows_and_forms_are_yaml_and_name_targets_that_exist(file):
     content = yaml.safe_load(file.read_text())
     assert content["name"]
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for job in content.get("jobs", {}).values():
-        named = {t.split()[0] for t in job.get("strategy", {}).get("matrix", {}).get("target", [])}
+        matrix = job.get("strategy", {}).get("matrix", {})
+        chosen = [*matrix.get("target", []), *(entry["target"] for entry in matrix.get("include", []))]
         commands = [step["run"] for step in job["steps"] if "run" in step]
-        named |= {t for command in commands for t in re.findall(r"make ([\w-]+)", command)}
-        assert named
-        assert named <= targets
+        commands = [c.replace("${{ matrix.target }}", target) for c in commands for target in chosen or [""]]
+        assert named_targets(commands)
+        assert named_targets(commands) <= TARGETS
         assert all((ROOT / script).is_file() for c in commands for script in re.findall(r"tests/\S+\.py", c))
+
+
+def test_what_ci_runs_names_targets_that_exist():
+    named = named_targets([(ROOT / ".ci" / "run").read_text()])
+    assert named
+    assert named <= TARGETS
+    assert named_targets(["make a b C=d 'e f=g'\necho make h", "cd i && make j"]) == {"a", "b", "j"}
 
 
 def test_make_docs_tests_the_site_that_it_built():
@@ -188,7 +205,9 @@ def test_the_versions_tested_are_those_named():
     pythons = [c.split(" :: ")[-1] for c in PROJECT["project"]["classifiers"] if "Python :: 3" in c]
     assert {*pythons} <= {row.python for row in ROWS}
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
-    chosen = re.findall(r"ROW=(\S+)", " ".join(jobs["test"]["strategy"]["matrix"]["target"]))
+    matrix = jobs["test"]["strategy"]["matrix"]
+    assert {*pythons} == {*matrix["python"], *(entry["python"] for entry in matrix["include"])}
+    chosen = re.findall(r"ROW=(\S+)", " ".join(matrix["target"]))
     assert chosen
     assert all(any(name in row.name for row in ROWS) for name in chosen)
 
