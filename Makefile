@@ -51,7 +51,6 @@ release: $(VENV)/installed-release
 # docs/coverage.md and docs/compatibility.md, from what the tests find (an hour on two cores)
 works: $(VENV)/installed-slow
 	$(BIN)/python tests/coverage/write.py
-	rm -f docs/compatibility.json
 	$(BIN)/python tests/compatibility.py -n 2
 
 # the suite on every release of torch and Python that is supported, an environment each; resumes (a quarter of an hour a row)

@@ -1,9 +1,9 @@
 """docs/compatibility.md from the tests' results: ``python tests/compatibility.py``, with further arguments of pytest.
 
 A test marked ``feature("Section: feature")`` shows that feature for the filter and the family among its parameters.
-What tests found is kept in docs/compatibility.json, where a run of some of them (``-k quantized``) replaces what they
-show.
-``pytest --outcomes FILE`` does that beside any run.
+What tests found is kept in docs/compatibility.json. A run of all replaces it. A run of some (``-k quantized``) replaces
+what these show, and leaves the date and the versions of the last run of all. ``pytest --outcomes FILE`` does that
+beside any run.
 """
 
 from __future__ import annotations
@@ -92,22 +92,46 @@ class Collector:
             if outcome == "works" and "refused" in properties:
                 outcome = "refused"
                 without_paths = re.sub(r"/\S*/", "", properties["refused"])
-                self.messages[f"{feature} ({COLUMNS.get(name, name)})"] = without_paths
+                self.messages[name_refusal(feature, name)] = without_paths
             self.now[feature, name, properties.get("family", "")].add(outcome)
 
-    def pytest_sessionfinish(self) -> None:
-        kept = json.loads(self.file.read_text()) if self.file.exists() else {"found": {}, "messages": {}}
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        is_whole = ran_all(session, exitstatus) or not self.file.exists()
+        kept = {"found": {}, "messages": {}} if is_whole else json.loads(self.file.read_text())
         for (feature, name, family), outcomes in self.now.items():
             by_filter = kept["found"].setdefault(feature, {}).setdefault(name, {})
             by_filter[family] = next(o for o in OUTCOMES if o in outcomes)
-        kept["messages"] |= self.messages
-        kept["versions"] = {
+        refused = {
+            name_refusal(feature, name)
+            for feature, by_filter in kept["found"].items()
+            for name, by_family in by_filter.items()
+            if "refused" in by_family.values()
+        }
+        messages = kept["messages"] | self.messages
+        kept["messages"] = {name: message for name, message in messages.items() if name in refused}
+        kept["versions" if is_whole else "versions of some"] = {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
             "device": "CUDA" if torch.cuda.is_available() else "CPU",
             "date": date.today().isoformat(),
         }
         self.file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def ran_all(session: pytest.Session, exitstatus: int) -> bool:
+    """Return whether a run came to its end and had all tests that are marked ``feature``."""
+    option = session.config.option
+    places = {Path(session.config.invocation_params.dir, argument).resolve() for argument in session.config.args}
+    chosen = option.markexpr not in ("", "feature") or option.keyword or option.deselect or option.ignore
+    stopped = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return places == {Path(__file__).resolve().parent} and not (
+        chosen or stopped or session.shouldfail or session.shouldstop
+    )
+
+
+def name_refusal(feature: str, name: str) -> str:
+    """Return what a refusal of a feature by a filter is listed under."""
+    return f"{feature} ({COLUMNS.get(name, name)})"
 
 
 def cell(by_family: dict[str, str]) -> str:
@@ -151,14 +175,17 @@ def page(kept: dict[str, Any]) -> str:
         section, _, title = feature.partition(": ")
         sections[section].append([title, *(cell(by_filter.get(name, {})) for name in COLUMNS)])
     outcomes = [o for by_filter in kept["found"].values() for f in by_filter.values() for o in f.values()]
-    failing, versions = outcomes.count("fails"), kept["versions"]
+    failing = outcomes.count("fails")
+    runs = [
+        "transformers {transformers}, torch {torch}, {device}, {date}".format(**kept[key])
+        for key in ("versions", "versions of some")
+        if key in kept
+    ]
     return TEXT.format(
         families=", ".join(FAMILIES),
         summary=(
-            f"{len(kept['found'])} features, {len(outcomes)} combinations with a filter and a model; transformers "
-            f"{versions['transformers']}, torch {versions['torch']}, {versions['device']}, {versions['date']}."
-            + f" **{failing} fail.**"
-            * bool(failing)
+            f"{len(kept['found'])} features, {len(outcomes)} combinations with a filter and a model; "
+            f"{'. Some of them again: '.join(runs)}." + f" **{failing} fail.**" * bool(failing)
         ),
         versions=version_table(),
         tables="\n\n".join(

@@ -11,9 +11,11 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from compatibility import Collector, page
 from durations import FILE as LONG_TESTS
 from durations import choose_long
 from versions import ROWS
@@ -221,3 +223,43 @@ def test_long_tests_exist():
 def test_long_tests_are_those_with_the_longest_cases():
     times = {"a": [9.0], "b": [1.0, 3.0], "c": [1.0] * 8}
     assert choose_long(times) == ["a", "b"], "8 of 21 seconds are left"
+
+
+def collect(file, day, monkeypatch, shown, *, keyword="", exitstatus=0, arguments=("tests",)):
+    """Return what the file holds after a run in which features were shown, or refused with a message."""
+    monkeypatch.setattr("compatibility.date", SimpleNamespace(today=lambda: SimpleNamespace(isoformat=lambda: day)))
+    collector = Collector(file)
+    for feature, message in shown.items():
+        properties = [("feature", feature), ("filter", "gfsa"), *([("refused", message)] if message else [])]
+        outcome = {"when": "call", "passed": True, "failed": False, "skipped": False}
+        collector.pytest_runtest_logreport(SimpleNamespace(user_properties=properties, **outcome))
+    option = SimpleNamespace(markexpr="feature", keyword=keyword, deselect=None, ignore=None)
+    config = SimpleNamespace(option=option, args=[*arguments], invocation_params=SimpleNamespace(dir=ROOT))
+    session = SimpleNamespace(config=config, shouldfail=False, shouldstop=False)
+    collector.pytest_sessionfinish(session, exitstatus)
+    return json.loads(file.read_text())
+
+
+PARTLY = [{"keyword": "b"}, {"arguments": ["tests/test_peft.py"]}, {"exitstatus": 2}]
+
+
+@pytest.mark.parametrize("how", PARTLY, ids=lambda how: next(iter(how)))
+def test_a_run_of_some_tests_dates_no_others(how, tmp_path, monkeypatch):
+    file = tmp_path / "outcomes.json"
+    collect(file, "day 1", monkeypatch, {"A: a": "no a", "A: b": "no b"})
+    found = collect(file, "day 2", monkeypatch, {"A: b": "not b", "A: c": ""}, **how)
+    assert found["messages"] == {"A: a (GFSA)": "no a", "A: b (GFSA)": "not b"}
+    assert found["found"].keys() == {"A: a", "A: b", "A: c"}
+    assert re.search("day 1. Some of them again: .* day 2[.]", page(found))
+    assert collect(file, "day 3", monkeypatch, {"A: b": ""}, **how)["messages"] == {"A: a (GFSA)": "no a"}
+
+
+def test_a_run_of_all_tests_forgets_those_that_are_gone(tmp_path, monkeypatch):
+    file = tmp_path / "outcomes.json"
+    collect(file, "day 1", monkeypatch, {"A: a": "no a", "A: b": "no b"})
+    collect(file, "day 2", monkeypatch, {"A: b": "not b"}, keyword="b")
+    found = collect(file, "day 3", monkeypatch, {"A: b": "nor b"}, exitstatus=1)
+    assert found["messages"] == {"A: b (GFSA)": "nor b"}
+    assert found["found"].keys() == {"A: b"}
+    assert "day 3." in page(found)
+    assert "again" not in page(found)
