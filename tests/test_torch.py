@@ -319,8 +319,8 @@ def wrapped():
         (lambda: nn.Sequential(Own(32, 4)), "a subclass with a forward of its own"),
         (replaced, "its forward was replaced"),
         (wrapped, "wrapped by FullyShardedDataParallel"),
-        (lambda: nn.DataParallel(nn.MultiheadAttention(32, 4)), "pass the inner model"),
-        (lambda: torch.compile(nn.Sequential(nn.MultiheadAttention(32, 4))), "pass the inner model"),
+        (lambda: nn.DataParallel(nn.MultiheadAttention(32, 4)), "patch the model itself, before"),
+        (lambda: torch.compile(nn.Sequential(nn.MultiheadAttention(32, 4))), "patch the model itself, before"),
         (scripted, "scripted: patch the model instead"),
     ],
 )

@@ -43,6 +43,6 @@ def host_of(model: object) -> Host:
             return torch
     raise GraphFilterError(
         f"cannot patch a {type(model).__module__}.{type(model).__qualname__}: patch_model takes a transformers "
-        "PreTrainedModel, a timm model, a SentenceTransformer or a module with torch.nn.MultiheadAttention (pass the "
-        "inner model if it is wrapped)"
+        "PreTrainedModel, a timm model, a SentenceTransformer or a module with torch.nn.MultiheadAttention (patch the "
+        "model itself, before you wrap it)"
     )
