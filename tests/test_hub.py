@@ -221,6 +221,24 @@ def test_a_saved_folder_says_how_to_load_it(tmp_path):
     assert (tmp_path / "README.md").read_text() == text
 
 
+def test_a_folder_that_gets_another_filter_gets_its_card(tmp_path, transformers_warnings):
+    file, result = tmp_path / "README.md", EvalResult("text-classification", "glue", "CoLA", "accuracy", 0.5)
+    create_model_card(patched(), results=[result], description="## Data\n\nreviews").save(file)
+    model = patch_model(BERT.build(), "ppr")
+    model.save_pretrained(tmp_path)
+    card = ModelCard.load(file)
+    assert card.data.tags == ["graph-filter", "ppr", "hf_graphfilter"]
+    assert "gfsa" not in card.text
+    assert "| CoLA |" in card.text
+    assert "## Data\n\nreviews" in card.text
+    unpatch_model(model).save_pretrained(tmp_path)
+    assert "README.md describes a graph filter, and the saved model has none" in transformers_warnings.pop()
+    file.write_text(text := "# Mine")
+    model.save_pretrained(tmp_path)
+    patched().save_pretrained(tmp_path)
+    assert file.read_text() == text
+
+
 def test_no_readme_where_nothing_was_saved(tmp_path):
     patched().save_pretrained(tmp_path / "other process", is_main_process=False)
     model = patched()

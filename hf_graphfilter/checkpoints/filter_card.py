@@ -21,7 +21,7 @@ from ..text import markdown_text
 TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
 CARD, FIGURES, SHOWN = "README.md", "figures", ("smoothing", "response", "spectrum")
 PUSHED = ("repo_type", "commit_message", "commit_description", "revision", "create_pr", "parent_commit")
-_SIGNATURE = re.compile(r"\n*<!-- written by hf_graphfilter, (\w+) -->\s*$")
+SIGNATURE = re.compile(r"\n*<!-- written by hf_graphfilter, (\w+) -->\s*$")
 
 
 class Seen(Protocol):
@@ -117,7 +117,7 @@ def _join_sections(earlier_text: str, new_text: str, description: str) -> str:
     generated = {"How to use", "Evaluation", "Filter coefficients", "Configuration", "Citation"}
     old, new = (
         {part.partition("\n")[0].strip(): f"## {part.strip()}" for part in re.split(r"^## ", text, flags=re.M)[1:]}
-        for text in (_SIGNATURE.sub("", earlier_text), new_text)
+        for text in (SIGNATURE.sub("", earlier_text), new_text)
     )
     return "\n\n".join(filter(None, [description, *(old[h] for h in old if h not in new and h not in generated)]))
 
@@ -151,7 +151,7 @@ def _as_list(value: Any) -> list[Any]:
 
 def _sign(text: str) -> str:
     """Return ``text`` with a comment that shows whether it was edited since."""
-    body = _SIGNATURE.sub("", text).rstrip()
+    body = SIGNATURE.sub("", text).rstrip()
     digest = hashlib.sha256("\n".join(body.split()).encode()).hexdigest()[:16]
     return f"{body}\n\n<!-- written by hf_graphfilter, {digest} -->\n"
 

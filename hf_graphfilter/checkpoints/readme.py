@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,31 @@ _LIBRARY_IMPORT = "from sentence_transformers import "
 
 
 def write_readme(model: Any, directory: Any) -> None:
-    """Write the card of a patched model that was just saved, unless its folder has a README.md.
+    """Write the card of a patched model that was just saved, if its folder has none or our card of another filter.
 
     The card has no table of the coefficients: they may be sharded, and only one process calls this function.
     """
     file = Path(directory, "README.md")
-    if file.exists() or not file.with_name("config.json").is_file() or not patched_modules(model, required=False):
+    if not file.with_name("config.json").is_file():
         return
     try:
-        from .card import create_model_card
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else None
+        if patched_modules(model, required=False):
+            from .card import create_model_card
 
-        text = str(create_model_card(model, repo_id=f"path/to/{file.absolute().parent.name}", coefficients=False))
-        write_text(file, text)
+            card = create_model_card(model, repo_id=f"path/to/{file.absolute().parent.name}", coefficients=False)
+            if text is None or _describes_another_filter(text, json.loads(card.fields["configuration"])):
+                card.save(file)
+        elif text is not None and _is_signed_card(text):
+            logger.warning("%s describes a graph filter, and the saved model has none: remove it", printable(file))
     except Exception as error:  # an error in the card must not stop the saving
         logger.warning("%s was not written (%s); create_model_card(model) makes it", printable(file), shown(error))
+
+
+def _describes_another_filter(text: str, record: Any) -> bool:
+    """Return whether a card was written by this package, for filters with another record."""
+    block = re.search(r"^## Configuration\n+```json\n(.*?)\n```", text, re.M | re.S)
+    return block is not None and _is_signed_card(text) and json.loads(block[1]) != record
 
 
 def install() -> None:
@@ -58,8 +71,13 @@ def _name_the_import(original: Function, self: Any, *args: Any, **kwargs: Any) -
 
 def _is_encoder_card(text: str) -> bool:
     """Return whether a card is the one that this package wrote for the encoder alone."""
+    return _LIBRARY_IMPORT not in text and _is_signed_card(text)
+
+
+def _is_signed_card(text: str) -> bool:
+    """Return whether this package wrote a card, metadata included, and nobody edited its text."""
     from huggingface_hub import ModelCard
 
-    from .filter_card import is_signed
+    from .filter_card import SIGNATURE, is_signed
 
-    return _LIBRARY_IMPORT not in text and is_signed(ModelCard(text).text)
+    return SIGNATURE.search(text) is not None and is_signed(ModelCard(text).text)
