@@ -20,6 +20,7 @@ from accelerate import disk_offload
 from deaths import Death, dying
 from hub_server import TOKEN, Hub
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, RepoUrl
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from models import FAMILIES, assert_equal_in_float32, output, realigned, turn_on
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -53,10 +54,12 @@ from hf_graphfilter import (
     load_filter,
     load_filtered_model,
     patch_model,
+    push_filter,
     register_filter,
     save_filter,
     unpatch_model,
 )
+from hf_graphfilter.cli import common
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.hosts.transformers.auto_classes import auto_class_of
 from hf_graphfilter.hosts.transformers.cards import usage
@@ -951,18 +954,40 @@ from hf_graphfilter.cli import app
 done = CliRunner().invoke(app, ["push-filter", "local", "me/another", "--base-model", "me/base", "--private"])
 assert done.exit_code == 0 and "pushed to" in done.output, done.output
 assert torch.equal(load_filtered_model("me/another")(ids).logits, model(ids).logits)
-from huggingface_hub import HfApi, hf_hub_download
-HfApi().upload_file(path_or_fileobj=b"---\\nlicense: mit\\n---\\nMine.", path_in_repo="README.md", repo_id="me/another")
+import tempfile
+from huggingface_hub import EvalResult, HfApi, hf_hub_download
+from hf_graphfilter import create_model_card
+def read_card(repo_id):
+    return open(hf_hub_download(repo_id, "README.md", local_dir=tempfile.mkdtemp())).read()
+def write_card(repo_id):
+    content = b"---\\nlicense: mit\\n---\\nMine."
+    HfApi().upload_file(path_or_fileobj=content, path_in_repo="README.md", repo_id=repo_id)
+write_card("me/another")
 command = ["push-filter", "local", "me/another", "--base-model", "me/base"]
 done = CliRunner().invoke(app, command)
 assert "was not written by hf_graphfilter" in str(done.exception), done.output
 assert CliRunner().invoke(app, [*command, "--force"]).exit_code == 0
-text = open(hf_hub_download("me/another", "README.md")).read()
+text = read_card("me/another")
 assert "license: mit" in text and "Mine." not in text and "load_filtered_model" in text, text
 from hf_graphfilter.cli.common import move_to_front
 command = ["patch", "me/base", "out", "--revision", "main", "--push-to-hub", "me/patched", "--device=cpu"]
 done = CliRunner().invoke(app, move_to_front(command))
 assert done.exit_code == 0 and "pushed to me/patched" in done.output, done.output
+assert 'from_pretrained("me/patched")' in read_card("me/patched")
+result = EvalResult("text-classification", "glue", "CoLA", "accuracy", 0.5)
+for results, description in [([result], "## Data\\n\\nReviews."), ([], "")]:
+    create_model_card(model, results=results, description=description).push_to_hub("me/patched")
+assert "| CoLA |" in read_card("me/patched") and "## Data" in read_card("me/patched")
+write_card("me/patched")
+try:
+    create_model_card(model).push_to_hub("me/patched")
+except GraphFilterError as error:
+    print(error)
+done = CliRunner().invoke(app, move_to_front(command))
+assert done.exit_code == 0 and "me/patched keeps its README.md" in done.output, done.output
+assert read_card("me/patched").endswith("Mine.")
+create_model_card(model).push_to_hub("me/patched", force=True)
+assert "license: mit" in read_card("me/patched") and "Mine." not in read_card("me/patched")
 done = CliRunner().invoke(app, move_to_front(["unpatch", "local", "plain", "--push-to-hub", "them/plain"]))
 assert isinstance(done.exception, GraphFilterError), done.output
 assert "plain is saved, but cannot be pushed to them/plain: " in str(done.exception)
@@ -991,7 +1016,7 @@ def test_a_card_and_its_figures_are_one_pull_request(monkeypatch):
         return sent.update(options, repo_id=repo_id, files=files) or "https://hub/pr/1"
 
     monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
-    monkeypatch.setattr("huggingface_hub.ModelCard.validate", lambda card, repo_type: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", lambda *_, **__: None)  # the repository has no card
     assert create_model_card(patched(), report=Figures()).push_to_hub("me/x", None, "model", create_pr=True)
     assert sent["files"] == {"README.md", "figures/smoothing.png"}
     assert (sent["create_pr"], sent["repo_type"]) == (True, "model")
@@ -1021,7 +1046,33 @@ def test_a_filter_is_pushed_and_fetches_its_base_model(tmp_path):
         "BertForSequenceClassification"
     )
     assert "did not take 'me/filter'" in done.stdout
+    assert "the card of me/patched was not written by hf_graphfilter" in done.stdout
     assert "wrong" not in done.stdout + done.stderr
+
+
+def push_folder(model, folder):
+    common.begin(None)
+    common.note_saved(folder, model)
+    common.push("me/x")
+
+
+@pytest.mark.parametrize("push", [push_folder, lambda model, folder: push_filter(model, "me/x")])
+@pytest.mark.parametrize("step", ["create_repo", "hf_hub_download"])
+def test_a_hub_that_does_not_answer_gets_nothing(step, push, monkeypatch, tmp_path):
+    """Its card may be one that must not be replaced."""
+    library = sys.modules[HTTPError.__module__.partition(".")[0]]  # httpx, or httpx2 in later releases
+    error = {"create_repo": library.ConnectError("no way"), "hf_hub_download": LocalEntryNotFoundError("no way")}[step]
+
+    def fail(*_, **__):
+        raise error
+
+    sent = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: RepoUrl("https://huggingface.co/me/x"))
+    monkeypatch.setattr(HfApi, "upload_folder", lambda *_, **options: sent.append(options))
+    monkeypatch.setattr(HfApi, step, fail)
+    with pytest.raises(GraphFilterError, match="no way"):
+        push(patched(), tmp_path)
+    assert not sent
 
 
 def test_a_filter_without_a_named_base_asks_for_it(tmp_path):

@@ -67,8 +67,8 @@ def create_model_card(
         filter_only: whether the card is for the files of ``save_filter``, which hold no weights of the base.
 
     Returns:
-        The card, a ``huggingface_hub.ModelCard`` with the methods ``save(path)`` and ``push_to_hub(repo_id)``. ``save``
-        replaces only a README that it wrote itself, unless ``force=True``, and keeps the results in it.
+        The card, a ``huggingface_hub.ModelCard`` with the methods ``save(path)`` and ``push_to_hub(repo_id)``. Both
+        replace only a README that this package wrote, unless ``force=True``, and keep the results in it.
 
     Raises:
         GraphFilterError: the model is not patched, or there are no results in the file or folder.

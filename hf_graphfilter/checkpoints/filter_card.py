@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ..errors import GraphFilterError
 from ..files import write_text
@@ -67,7 +69,13 @@ class FilterCard(ModelCard):
         Raises:
             GraphFilterError: there is such a README and ``force`` is not set, or its metadata cannot be read.
         """
-        earlier, card, is_edited = check_card(Path(filepath), force), self, self.text != self.rendered
+        write_text(Path(filepath), str(self.merge(Path(filepath), force=force)))
+        if self.report is not None:
+            self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
+
+    def merge(self, path: Path, *, force: bool = False) -> FilterCard:
+        """Return this card with what only the card at ``path`` has, as ``save`` writes it; raise the same errors."""
+        earlier, card, is_edited = check_card(path, force), self, self.text != self.rendered
         if earlier is not None:  # merged into a new card: this one may be saved elsewhere too
             fields = self.fields
             if is_signed(earlier.text):
@@ -75,25 +83,47 @@ class FilterCard(ModelCard):
             card = FilterCard.of(_merge_metadata(earlier.data, self.data), fields)
         if is_edited:
             card.text = _sign(self.text)
-        write_text(Path(filepath), str(card))
-        if self.report is not None:
-            self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
+        return card
 
-    def push_to_hub(self, repo_id: str, token: str | None = None, *args: Any, **options: Any) -> str:
-        """Upload the card and the figures of its report, in one commit or one pull request."""
-        if self.report is None:
-            return super().push_to_hub(repo_id, token, *args, **options)  # type: ignore[no-any-return]
+    def push_to_hub(
+        self, repo_id: str, token: str | None = None, *args: Any, force: bool = False, **options: Any
+    ) -> str:
+        """Upload the card and the figures of its report, in one commit or one pull request.
+
+        It replaces the card of the repository as ``save`` replaces a file, and ``force`` means the same.
+
+        Raises:
+            GraphFilterError: the repository has a card of another author and ``force`` is not set, or the metadata of
+                its card cannot be read.
+        """
         options |= dict(zip(PUSHED, args, strict=False))
-        options["repo_type"] = options.get("repo_type") or self.repo_type
-        self.validate(repo_type=options["repo_type"])
+        options["commit_message"] = options.get("commit_message") or f"Upload {CARD}"
+        api, source = HfApi(token=token), {name: options.get(name) for name in ("repo_type", "revision")}
         with tempfile.TemporaryDirectory() as folder:
-            write_text(Path(folder, CARD), str(self))
-            self.report.save_figures(Path(folder, FIGURES), SHOWN)
-            return str(HfApi(token=token).upload_folder(repo_id=repo_id, folder_path=folder, **options))
+            self.save(download_card(api, repo_id, folder, force=force, **source), force=force)
+            patterns = [CARD, f"{FIGURES}/*"]
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=patterns, **options))
 
 
-def check_card(path: Path, force: bool = False) -> ModelCard | None:
-    """Return the card at ``path`` that ``FilterCard.save`` would replace, or None; raise the same errors as it."""
+def download_card(api: HfApi, repo_id: str, folder: str | Path, *, force: bool = False, **options: Any) -> Path:
+    """Download the card of a repository, if it has one, into ``folder``, and check it with ``check_card``.
+
+    Returns:
+        The path of the card. ``FilterCard.save`` writes one there that can replace that of the repository.
+    """
+    file = Path(folder, CARD)
+    # not EntryNotFoundError: it also means that the Hub does not answer, and then the card would be overwritten
+    with contextlib.suppress(RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+        api.hf_hub_download(repo_id, CARD, local_dir=folder, **options)
+    check_card(file, force, f"the card of {repo_id}")
+    return file
+
+
+def check_card(path: Path, force: bool = False, name: str | None = None) -> ModelCard | None:
+    """Return the card at ``path`` that ``FilterCard.save`` would replace, or None; raise the same errors as it.
+
+    ``name`` is what the errors call the card. Default: its path.
+    """
     if not path.exists():
         return None
     if path.is_dir():
@@ -102,12 +132,12 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
         card = ModelCard.load(path)
     except (ValueError, OSError, yaml.YAMLError) as error:
         raise GraphFilterError(
-            f"the metadata of {path} cannot be read and would be lost: correct it or write to another file ({error})"
+            f"the metadata of {name or path} cannot be read and would be lost: correct it or write elsewhere ({error})"
         ) from error
     if force or is_signed(card.text) or not card.text.strip():
         return card
     raise GraphFilterError(
-        f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass force=True "
+        f"{name or path} was not written by hf_graphfilter, or was edited since: write elsewhere, or pass force=True "
         "(--force) to replace its text (its metadata and results are kept)"
     )
 

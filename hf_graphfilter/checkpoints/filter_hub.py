@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HTTPError
 from torch import nn
 
 from ..devices import is_first_process
 from ..errors import GraphFilterError, shown
 from ..text import printable
 from .card import create_model_card
-from .filter_card import CARD
+from .filter_card import CARD, download_card
 from .filter_file import BASE_MODEL, CONFIG_FILE, WEIGHTS_FILE, load_filter, read_description, save_filter
 
 
@@ -58,14 +56,13 @@ def push_filter(
         card = create_model_card(model, repo_id=repo_id, base_model=base_model, filter_only=True, coefficients=False)
         try:
             name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            with contextlib.suppress(EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
-                api.hf_hub_download(name, CARD, revision=options.get("revision"), local_dir=folder)
-            card.save(Path(folder, CARD), force=force)
+            earlier = download_card(api, name, folder, force=force, revision=options.get("revision"))
+            card.save(earlier, force=force)
             files = [CONFIG_FILE, WEIGHTS_FILE, CARD]
             api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files, **options)
         except GraphFilterError:
             raise
-        except (HfHubHTTPError, OSError, ValueError) as error:
+        except (HTTPError, OSError, ValueError) as error:
             text = " ".join(str(error).split())[:300]
             raise GraphFilterError(f"the Hub at {api.endpoint} did not take {shown(repo_id)}: {text}") from error
     return f"{api.endpoint}/{name}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..errors import shown
+from ..errors import GraphFilterError, shown
 from ..files import write_text
 from ..filters.core.attached import patched_modules
 from ..logs import logger
@@ -45,6 +47,29 @@ def _describes_another_filter(text: str, record: Any) -> bool:
     """Return whether a card was written by this package, for filters with another record."""
     block = re.search(r"^## Configuration\n+```json\n(.*?)\n```", text, re.M | re.S)
     return block is not None and _is_signed_card(text) and json.loads(block[1]) != record
+
+
+def write_hub_readme(model: Any, folder: Path, api: Any, repo_id: str) -> bool:
+    """Write the card of a saved model again, for the repository that its folder is pushed to.
+
+    The card keeps what the cards of the folder and of the repository hold.
+
+    Returns:
+        Whether the card can be uploaded: the repository has no card that this package did not write.
+    """
+    from .card import create_model_card
+    from .filter_card import download_card
+
+    file = folder / "README.md"
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            hub_file = download_card(api, repo_id, temporary)
+        except GraphFilterError:
+            return False
+        if patched_modules(model, required=False):
+            with contextlib.suppress(GraphFilterError):  # a card that the user wrote is uploaded as it is
+                create_model_card(model, repo_id=repo_id).merge(file).merge(hub_file).save(file)
+    return True
 
 
 def install() -> None:

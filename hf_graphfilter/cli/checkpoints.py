@@ -162,7 +162,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
         Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
     if show:
         show_status(model)
-    note_saved(output)
+    note_saved(output, model)
     Console().print(f"saved to {escape(str(output))}")
 
 

@@ -13,7 +13,7 @@ from ..errors import GraphFilterError
 SAVING = ("patch", "unpatch", "linearize", "convert", "transfer", "load-filter")
 FLAGS = ("--revision", "--token", "--device", "--push-to-hub")
 _revision: list[str] = []
-_saved_folders: list[Path] = []
+_saved: list[tuple[Path, Any]] = []  # directories with their models
 
 
 def move_to_front(argv: list[str]) -> list[str]:
@@ -47,9 +47,9 @@ def move_to_front(argv: list[str]) -> list[str]:
 
 
 def begin(revision: str | None) -> None:
-    """Set the revision, and forget the directories that an earlier command saved."""
+    """Set the revision, and forget what an earlier command saved."""
     _revision[:] = filter(None, [revision])
-    _saved_folders.clear()
+    _saved.clear()
 
 
 @contextmanager
@@ -78,9 +78,9 @@ def hub_options(source: str) -> dict[str, Any]:
     return {"revision": _revision[0]} if _revision else {}
 
 
-def note_saved(output: Path) -> None:
-    """Note a directory that a verb has written."""
-    _saved_folders.append(output)
+def note_saved(output: Path, model: Any) -> None:
+    """Note a directory that a verb has written, and the model in it."""
+    _saved.append((output, model))
 
 
 def check_device(device: str | None, verb: str | None) -> None:
@@ -116,22 +116,30 @@ def check_push(repo_id: str | None, verb: str | None) -> None:
 
 
 def push(repo_id: str | None) -> None:
-    """Upload the directory that the verb has written.
+    """Upload the directory that the verb has written, with a card that names the repository.
+
+    A card of the repository that this package did not write is kept.
 
     Raises:
         GraphFilterError: the verb has written no directory, or the Hub refuses the upload.
     """
     if repo_id is None:
         return
-    if not _saved_folders:
+    if not _saved:
         raise GraphFilterError("--push-to-hub: this verb saves no checkpoint")
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HTTPError
 
-    api = HfApi()
+    from ..checkpoints.filter_card import CARD
+    from ..checkpoints.readme import write_hub_readme
+
+    api, (folder, model) = HfApi(), _saved[-1]
     try:
         name = api.create_repo(repo_id, exist_ok=True).repo_id
-        api.upload_folder(repo_id=name, folder_path=_saved_folders[-1], ignore_patterns=[".*"])
-    except HfHubHTTPError as error:
-        raise GraphFilterError(f"{_saved_folders[-1]} is saved, but cannot be pushed to {repo_id}: {error}") from error
+        is_ours = write_hub_readme(model, folder, api, name)
+        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[".*", *([] if is_ours else [CARD])])
+    except (HTTPError, OSError) as error:
+        raise GraphFilterError(f"{folder} is saved, but cannot be pushed to {repo_id}: {error}") from error
+    if not is_ours:
+        Console(stderr=True).print(f"note: {name} keeps its {CARD}, which hf_graphfilter did not write", style="dim")
     Console().print(f"pushed to {name}")
