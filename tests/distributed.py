@@ -30,6 +30,7 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
+from hf_graphfilter.patching.status import has_moved
 
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -75,6 +76,13 @@ def sharded(model):
     return fully_shard(model)
 
 
+def sharded_apart(model):
+    """As transformers shards what stays in float32 beside bfloat16."""
+    for _, graph_filter in filters_of(model):
+        fully_shard(graph_filter)
+    return sharded(model)
+
+
 def gradients(name, folder, rank):
     """Equal to those of a single process; the coefficients are read, stored and refused whole."""
     for family in ("bert", "t5", "vit") if FILTERS[name].encoders_only else ("bert", "llama", "t5", "vit"):
@@ -104,7 +112,11 @@ def coefficients(name, folder, rank):
     """Those that are made of a parameter and numbers are read whole, too."""
     for kind, options in (("polynomial", {}), ("arma", {"order": 2}), ("agf", {"theta": "per_head"})):
         reference = patch_model(FAMILIES["bert"].build(), kind, **options)
-        assert str(filter_status(sharded(copy.deepcopy(reference)))) == str(filter_status(reference))
+        for shard in (sharded, sharded_apart):
+            model = shard(copy.deepcopy(reference))
+            assert str(filter_status(model)) == str(filter_status(reference))
+            assert not has_moved(model)
+            model(**FAMILIES["bert"].inputs())  # the filters are as they were
 
 
 def tensor_parallel(name, folder, rank):

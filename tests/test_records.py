@@ -35,6 +35,7 @@ from transformers import (
 
 from hf_graphfilter import (
     GraphFilterError,
+    create_model_card,
     filter_parameters,
     filter_status,
     load_filter,
@@ -43,6 +44,7 @@ from hf_graphfilter import (
     transfer_attention,
     unpatch_model,
 )
+from hf_graphfilter.checkpoints.fingerprint import live_record
 from hf_graphfilter.hosts import host_of
 from hf_graphfilter.hosts.transformers.implementation import CURE
 
@@ -337,6 +339,10 @@ def test_a_filter_file_names_the_class_that_fsdp_made_its_own_from(tmp_path):
             own.layers[0] = checkpoint_wrapper(own.layers[0])
         save_filter(model, tmp_path, base_model="me/base")
         assert json.loads((tmp_path / "graph_filter.json").read_text())["base_model"]["class"] == kind.__name__
+        assert live_record(model)["model"] == kind.__name__
+        card = create_model_card(model, coefficients=False)
+        assert "FSDP" not in card.text
+        assert card.data.pipeline_tag == ("feature-extraction" if model is bert else None)
         assert len(filter_status(load_filter(plain, tmp_path))) == len(filter_status(model))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ..errors import GraphFilterError
-from ..filters.core.attached import filters_of, patched_modules
+from ..filters.core.attached import class_of, filters_of, patched_modules
 from ..filters.core.build import foreign_modules
 from ..filters.core.overview import summary
 from ..filters.core.record import group_by_config
@@ -112,7 +112,7 @@ def create_model_card(
     record = host.read_record(inner) or {"filters": group_by_config(filters.items())}
     fields = {
         "title": markdown_text(name),
-        "model_class": type(inner).__name__,
+        "model_class": class_of(inner).__name__,
         "address": package_address(),
         "filters": "\n".join(f"- `{n}`: {summary(c)}".removesuffix(": ") for n, c in sorted(configs.items())),
         "adapter": library == "peft",

@@ -22,10 +22,10 @@ from ..devices import is_first_process
 from ..errors import GraphFilterError, shown
 from ..files import digest, read_path, replacing, write_tensors
 from ..filters import GraphFilter
-from ..filters.core.attached import filters_of, is_offloaded, is_sharded, patched_modules, read_whole
+from ..filters.core.attached import class_of, filters_of, is_offloaded, is_sharded, patched_modules, read_whole
 from ..filters.core.record import describe_record, read_groups, same_filters
 from ..hosts import Host, encoder_of, host_of, unwrapped
-from ..hosts.base import class_of, own_record
+from ..hosts.base import own_record
 from ..logs import log_filters
 from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..patching.patch import STARTS

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig
-from ..filters.core.attached import CHILD, filters_of, patched_modules
+from ..filters.core.attached import CHILD, class_of, filters_of, patched_modules
 from ..filters.core.record import describe_record, read_groups, record_of
 from ..hosts import Host, host_of, unwrapped
 from ..patching.base_weights import is_whole, round_values, sample_evenly
@@ -37,7 +37,7 @@ def live_record(model: nn.Module) -> dict[str, Any] | None:
     """Return the record of the filters that a model has now, or None if it has none or no host knows it."""
     if (base := _find_base(model)) is None or not patched_modules(base, required=False):
         return None
-    return record_of(type(base).__name__, filters_by_name(host_of(base), base).items())
+    return record_of(class_of(base).__name__, filters_by_name(host_of(base), base).items())
 
 
 def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, model_state: State | None) -> Tensor:

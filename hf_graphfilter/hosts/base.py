@@ -65,11 +65,6 @@ class Host(Protocol):
         """Return the sites by the relative names of their modules in checkpoints, where these differ."""
 
 
-def class_of(model: object) -> type:
-    """Return a model's class, or the one that FSDP2 made its own class from."""
-    return next(c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed."))
-
-
 def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
     """Return the record of a patched model, without layers that were removed since.
 

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
-from ..filters.core.attached import CHILD
+from ..filters.core.attached import CHILD, class_of
 from ..ops.combine import Coefficients
 from ..ops.polynomial_form import polynomial_form
 from ..ops.visibility import visibility
 from ..shift.attention import AttentionCall, AttentionShift
 from ..text import quoted
-from .base import class_of, collect_sites, looks_like_attention, without_wrappers
+from .base import collect_sites, looks_like_attention, without_wrappers
 from .stand_ins import ModuleView
 from .subclassing import derive_filtered, original_class, restore_classes, runs_subclass, swap_class
 from .watching import REPLACED, as_written, note_filter_runs

@@ -17,6 +17,11 @@ CHILD = "graph_filter"  # the name of a filter in its attention module
 F = TypeVar("F", bound=GraphFilter)
 
 
+def class_of(model: object) -> type:
+    """Return the class of a model or module, or the one that FSDP2 made its class from."""
+    return next(c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed."))
+
+
 def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, Any]]:
     """Return (name, module) of the patched attention modules.
 
@@ -124,13 +129,25 @@ def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
     Its tensors are whole, also if those of the filter are sharded or offloaded.
     """
     memo: dict[int, Any] = {}
-    for part in graph_filter.modules():  # accelerate's hooks hold all weights of the model; others may hold a lock
-        memo |= {id(value): value for name, value in vars(part).items() if name.endswith(("_hook", "_hooks"))}
+    parts = [*graph_filter.modules()]
+    for part in parts:  # accelerate's hooks hold all weights of the model; others may hold a lock, or FSDP2's state
+        memo |= {
+            id(value): value
+            for name, value in vars(part).items()
+            if name.endswith(("_hook", "_hooks")) or name.startswith("__composable_api")
+        }
     for tensor in (*graph_filter.parameters(), *graph_filter.buffers()):
         if tensor.is_meta or is_sharded(tensor):
             empty = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    start = copy.deepcopy(graph_filter, memo).cpu()
+    classes = [type(part) for part in parts]
+    try:
+        for part in parts:  # the classes of FSDP2 refuse to be copied
+            part.__class__ = class_of(part)
+        start = copy.deepcopy(graph_filter, memo).cpu()
+    finally:
+        for part, part_class in zip(parts, classes, strict=True):
+            part.__class__ = part_class
     start.reset_parameters()
     return start

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ...filters.core.attached import filters_of
+from ...filters.core.attached import class_of, filters_of
 from ...filters.core.record import record_of
 from ...text import quoted
-from ..base import class_of, without_wrappers
+from ..base import without_wrappers
 from .attend import GraphFilterAttention
 
 RECORD = "_graph_filter_record"  # an attribute of the model: copies and pickles keep it, a state dict does not
@@ -23,7 +23,7 @@ def read_record(model: nn.Module) -> dict[str, Any] | None:
     if (record := vars(model).get(RECORD)) is not None:
         return record  # type: ignore[no-any-return]
     configs = [(n, f.config) for n, f in filters_of(model) if isinstance(model.get_submodule(n), GraphFilterAttention)]
-    return record_of(type(model).__name__, configs) if configs else None
+    return record_of(class_of(model).__name__, configs) if configs else None
 
 
 def write_record(model: nn.Module, record: dict[str, Any] | None) -> None:
@@ -50,7 +50,7 @@ def _sizes(module: Any) -> list[Any] | None:
 
 def usage(model: nn.Module, source: str) -> str:
     """Return Python code that loads a saved filter, for its card."""
-    name = type(model).__name__
+    name = class_of(model).__name__
     return f"""from hf_graphfilter import load_filter
 
 model = {name}(...)  # your own class, with the weights that the filter was trained on

@@ -9,9 +9,9 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from ...filters.core.attached import class_of
 from ...models import OWN
 from ...text import quoted
-from ..base import class_of
 from .auto_classes import auto_class_of
 
 
@@ -46,7 +46,7 @@ def pipeline_tag(model: Any) -> str | None:
     base_models = {"image-feature-extraction": MODEL_FOR_IMAGE_MAPPING_NAMES, "feature-extraction": MODEL_MAPPING_NAMES}
     generating = "text2text-generation"  # before fill-mask, which Bart's class does as well
     tasks = {generating: TASK_MAPPING[generating], **TASK_MAPPING, **base_models}.items()
-    return next((task for task, classes in tasks if type(model).__name__ in _get_mapping_values(classes)), None)
+    return next((task for task, classes in tasks if class_of(model).__name__ in _get_mapping_values(classes)), None)
 
 
 def base_model(model: Any) -> str | None:
