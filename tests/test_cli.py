@@ -118,6 +118,8 @@ SHORT = ("--steps", "4", "--length", "16", "--batch-size", "4")
 
 
 def test_transfer(cli, text, agf, tmp_path):
+    done = cli("transfer", agf, tmp_path / "fitted", "--text", agf / "model.safetensors", *SHORT)
+    assert "model.safetensors is no text file" in done.stderr
     done = cli("transfer", agf, tmp_path / "fitted", "--text", text, *SHORT)
     assert done.returncode == 0, done.stderr
     assert "4 steps" in done.stdout
@@ -529,6 +531,18 @@ def test_tables_and_archives_are_no_texts(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(GraphFilterError, match=f"{name} is no text file: write its texts into one"):
         lines_of([tmp_path / name])
+
+
+@pytest.mark.parametrize("damage", [lambda content: content.replace("WordPiece", "Newer"), lambda content: "[]"])
+def test_a_damaged_tokenizer_is_named(damage, cli, text, plain, tmp_path):
+    file = plain / "tokenizer.json"
+    file.write_text(damage(file.read_text()))
+    done = cli("patch", plain, tmp_path / "out")
+    assert done.returncode == 0
+    assert f"note: {plain} has no tokenizer that can be read" in " ".join(done.stderr.split())
+    done = cli("report", plain, "--text", text, "--output", tmp_path / "page.html")
+    assert done.returncode == 1
+    assert f"hf-graphfilter: {plain} has no tokenizer that can be read" in done.stderr
 
 
 def test_texts_may_come_from_a_pipe():

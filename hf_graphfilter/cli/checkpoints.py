@@ -17,6 +17,7 @@ from rich.markup import escape
 from ..console import Console, table
 from ..errors import GraphFilterError, shown
 from .common import from_source, hub_options, note_saved
+from .inputs import tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,6 +33,9 @@ AutoClass = Annotated[
 ]
 
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the start values, for filters that start at random.")]
+
+_TOKENIZER_FILES = ("tokenizer", "tokenizer_config")
+_QUIET = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
 
 
 def check_output(output: Path, source: str | None = None) -> None:
@@ -157,13 +161,26 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
         processor = from_source(AutoProcessor, source)
         if isinstance(processor, PreTrainedTokenizerBase) and not knows_words(processor):
             raise ValueError("made of nothing")
+    except Exception:  # a damaged file can raise anything
+        Console(stderr=True).print(f"note: {escape(_describe_lack(source))}", style="dim")
+    else:
         processor.save_pretrained(output)
-    except (OSError, ValueError, ImportError):
-        Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
     if show:
         show_status(model)
     note_saved(output, model)
     Console().print(f"saved to {escape(str(output))}")
+
+
+def _describe_lack(source: str) -> str:
+    """Return why a checkpoint gave no tokenizer or processor; AutoProcessor hides what is wrong with a tokenizer."""
+    from transformers.utils import cached_file
+
+    if any(cached_file(source, f"{name}.json", **_QUIET, **hub_options(source)) for name in _TOKENIZER_FILES):
+        try:
+            tokenizer_of(source)
+        except GraphFilterError as error:
+            return str(error)
+    return f"no tokenizer or processor found in {source}"
 
 
 def save_modules(source: str, output: Path) -> None:
@@ -177,8 +194,7 @@ def save_modules(source: str, output: Path) -> None:
     from huggingface_hub import snapshot_download
     from transformers.utils import cached_file
 
-    quiet_options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if (list_file := cached_file(source, "modules.json", **quiet_options, **hub_options(source))) is None:
+    if (list_file := cached_file(source, "modules.json", **_QUIET, **hub_options(source))) is None:
         return
     try:
         paths = [module["path"] for module in json.loads(Path(list_file).read_text())]

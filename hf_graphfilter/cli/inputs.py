@@ -31,13 +31,27 @@ def tokenizer_of(source: str) -> Any:
 
     try:
         tokenizer = from_source(AutoTokenizer, source)
-    except (OSError, ValueError) as error:
-        raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
+    except Exception as error:  # a damaged file can raise anything
+        raise GraphFilterError(
+            f"{source} has no tokenizer that can be read ({type(error).__name__}: {error}): save or download it again"
+        ) from error
     if not knows_words(tokenizer):
         raise GraphFilterError(f"{source} has no tokenizer: save that of the original model there")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def text_of(file: Path) -> str:
+    """Return the text in a file.
+
+    Raises:
+        GraphFilterError: the file is a table or binary.
+    """
+    content = file.read_bytes()  # once: a pipe has nothing to read a second time
+    if file.suffix.lower() in TABLES or b"\0" in content[:8192]:
+        raise GraphFilterError(f"{file} is no text file: write its texts into one, each on a line")
+    return content.decode(errors="replace").replace("\r\n", "\n")
 
 
 def lines_of(files: list[Path]) -> list[str]:
@@ -46,12 +60,7 @@ def lines_of(files: list[Path]) -> list[str]:
     Raises:
         GraphFilterError: a file is a table or binary, or there are no lines.
     """
-    lines: list[str] = []
-    for file in files:
-        content = file.read_bytes()  # once: a pipe has nothing to read a second time
-        if file.suffix.lower() in TABLES or b"\0" in content[:8192]:
-            raise GraphFilterError(f"{file} is no text file: write its texts into one, each on a line")
-        lines += [line for line in content.decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for file in files for line in text_of(file).splitlines() if line.strip()]
     if not lines:
         raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts: give a file with one text per line")
     return lines
@@ -123,7 +132,7 @@ class Images:
         self.batch_size = batch_size
         try:
             self.processor = from_source(AutoImageProcessor, source)
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # a damaged file can raise anything
             raise GraphFilterError(f"{source} has no image processor: {error}") from error
 
     def __len__(self) -> int:

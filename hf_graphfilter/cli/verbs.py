@@ -25,7 +25,7 @@ from .checkpoints import (
     save,
     show_status,
 )
-from .inputs import add_decoder_inputs, check_rate, read_trainer_state, tokenizer_of
+from .inputs import add_decoder_inputs, check_rate, read_trainer_state, text_of, tokenizer_of
 
 
 def patch(
@@ -107,7 +107,7 @@ def transfer(
 
     check_output(output, source)
     encoder_decoder = load_config(source, patched=True).is_encoder_decoder
-    tokenizer, files = tokenizer_of(source), [file.read_text(errors="replace") for file in text]
+    tokenizer, files = tokenizer_of(source), [text_of(file) for file in text]
     encoded = [tokenizer(file, add_special_tokens=False, verbose=False)["input_ids"] for file in files]
     ids = torch.tensor([i for tokens in encoded for i in tokens])
     windows = ids[: len(ids) // length * length].view(-1, length)
