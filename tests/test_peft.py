@@ -439,6 +439,9 @@ def test_a_patched_model_within_another_is_adapted_as_before(base, tmp_path):
     mixed = peft.PeftMixedModel.from_pretrained(LlamaForCausalLM(FAMILY.config), tmp_path)
     mixed.load_adapter(tmp_path, "second")
     assert len(filter_status(mixed.base_model.model)) == 3
+    for name in ("second", "default"):
+        mixed.delete_adapter(name)
+    assert not list(filter_parameters(mixed.base_model.model)), "it came with the adapters"
 
 
 @pytest.mark.skipif(TRANSFORMERS_5_17, reason="it loads no modules_to_save: refused")

@@ -47,6 +47,7 @@ def install() -> None:
     wrap(PeftModel, "load_adapter", load_with_filter)
     wrap(PeftModel, "delete_adapter", delete_with_filter)
     wrap(PeftMixedModel, "from_pretrained", load_with_filter)
+    wrap(PeftMixedModel, "delete_adapter", delete_with_filter)
     wrap(PeftConfigMixin, "from_peft_type", _read_record)
     wrap(PeftConfigMixin, "save_pretrained", _write_record)
     wrap(BaseTuner, "merge_and_unload", copies.unload_with_copies)
