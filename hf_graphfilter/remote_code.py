@@ -57,7 +57,7 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
         folder: where ``save_pretrained`` has written a patched model.
 
     Returns:
-        The auto classes that load it so.
+        The auto classes that load the folder.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -69,8 +69,9 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
         True
 
     Raises:
-        GraphFilterError: no checkpoint of transformers, none with a filter, one with code of its own or of a class
-            outside transformers (``GraphormerModel``), or an unknown filter. The folder is then as it was.
+        GraphFilterError: the folder holds no checkpoint of transformers; or one without a filter, with an unknown
+            filter, with its own code or of a class outside transformers (``GraphormerModel``). The folder is then as
+            it was.
     """
     folder = Path(folder)
     description = _read(folder)
