@@ -171,7 +171,8 @@ def patch(args: FilterArguments, model: Any) -> None:
     """Patch the model with the filter that was asked for."""
     if args.filter != "none":
         options = parse_options(args.filter_options)
-        with mark_refusals():
+        # a filter with random weights must not change what is drawn after it, such as a head
+        with mark_refusals(), torch.random.fork_rng(devices=[]):
             patch_model(model, args.filter, layers=args.layers, **options)
 
 

@@ -41,13 +41,13 @@ from hf_graphfilter import GraphFilterError, filter_status, linearize
 from hf_graphfilter.fitting.batches import inputs_of
 from recipes import compare, data, metrics, runs, speech, training
 from recipes.joint_search import JointSearch
-from recipes.models import load_model
+from recipes.models import load_model, model_config
 from recipes.recordings import PAUSE, HubRow, read_audio, resample
 from recipes.records import try_read
 from recipes.settings import Settings
 from recipes.speech_data import read
 from recipes.speech_inputs import SpeechBatches, _marks, count_frames, load_extractor, make_frames, prepare
-from recipes.speech_models import check_model, ctc_loss, read_ctc
+from recipes.speech_models import build, check_model, ctc_loss, read_ctc
 from recipes.transcripts import decode, drop_long_targets, drop_long_texts, encode, make_tokenizer, normalize
 
 soundfile = pytest.importorskip("soundfile")
@@ -113,6 +113,13 @@ def arguments(folder, *argv):
     return settings.arguments({**values, "output_dir": str(folder.parent / "run")})
 
 
+def build_from(folder, *argv):
+    """Return the model of these settings, as it is before training."""
+    args, training_args = arguments(folder, *argv)
+    tokenizer = make_tokenizer(args, lambda: iter(["low mid high"]), ctc=False)
+    return build(args, training_args, model_config(args), tokenizer, trained=True)
+
+
 def asked(task, data=None, held_out=0.0):
     """Return what ``read`` looks at."""
     return SimpleNamespace(task=task, data=data, held_out=held_out, normalize="none")
@@ -151,6 +158,14 @@ def test_a_run_trains_and_its_checkpoint_transcribes(model, names, folder, tmp_p
     transcribe = pipeline("automatic-speech-recognition", str(saved), device="cpu")
     assert isinstance(transcribe(tone("low mid").astype(np.float32))["text"], str)
     transformers_warnings.clear()  # of the pipeline's own lengths, in earlier transformers
+
+
+def test_the_ctc_head_starts_the_same_with_every_filter(folder):
+    """Also with one whose weights are random, which are the same in every run of a seed."""
+    baseline, first, second = (build_from(folder, "--filter", name) for name in ("none", "agf", "agf"))
+    assert len(filter_status(first)) > 0
+    assert torch.equal(first.joint_ctc_head.weight, baseline.joint_ctc_head.weight)
+    assert all(torch.equal(x, second.state_dict()[name]) for name, x in first.state_dict().items())
 
 
 def make_whisper(folder):
