@@ -413,6 +413,17 @@ def test_graphs_prepared_with_another_config_are_refused(other):
         GraphCollator(config)([])
 
 
+def test_a_trainer_refuses_directed_graphs_for_another_model(tmp_path):
+    """By default a Trainer drops what ``forward`` does not take, and so the entry ``directed``."""
+    graphs = GraphDataset([CHAIN] * 2, GraphormerConfig(**ZINC, directed=True))
+    config = GraphormerConfig(**ZINC, num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], disable_tqdm=True, use_cpu=True)
+    model = GraphormerForGraphPrediction(config)
+    trainer = Trainer(model, args, train_dataset=graphs, data_collator=GraphCollator(config))
+    with pytest.raises(GraphFilterError, match=r"^graph 0 of the batch was prepared with another config"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("name", ["node_features", "in_degree", "kind_edges"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_prepared_graphs_without_a_part_are_refused(name, kept):

@@ -81,8 +81,11 @@ class GraphCollator:
 
     def _check_sizes(self, ready: list[Mapping[str, Any]], batch: Mapping[str, Tensor]) -> None:
         """Raise an error for graphs prepared for another model, such as features without an embedding in this one."""
+        # A Trainer removes the entry ``directed``, which forward does not take; the degrees of its nodes remain.
+        is_directed = (batch["in_degree"] != batch["out_degree"]).any(1)
         for number, graph in enumerate(ready):
-            if graph.get("directed", self.config.directed) != self.config.directed:
+            differs = graph.get("directed", self.config.directed) != self.config.directed
+            if differs or (is_directed[number] and not self.config.directed):
                 raise GraphFilterError(f"graph {number} of the batch {OTHER_CONFIG}")
         hops, sizes = count_hops(self.config), {"node_features": self.config.node_feature_sizes}
         if hops:
