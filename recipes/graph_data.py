@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -92,27 +93,32 @@ def load(args: Any, config: Callable[..., GraphormerConfig]) -> tuple[dict[str, 
 
 @lru_cache(maxsize=1)
 def _find_feature_sizes(settings: tuple[str, ...]) -> dict[str, list[int]]:
-    """Return the sizes of the features of graphs in JSON lines; those of molecules are the config's own."""
+    """Return the sizes of the features of most graphs in JSON lines; those of molecules are the config's own."""
     if settings[0] not in ("graphs", "graph-classes"):
         return {}
     sizes = {}
     rows = [row for part in _find_parts(settings)[0].values() for row in part()]
     for name in ("node_features", "edge_features"):
         tables = [table for row in rows if (table := _read_features(row, name)).size]
-        tables = [table[:, None] if table.ndim == 1 else table for table in tables]
-        if len({table.shape[1:] for table in tables}) > 1:
-            raise GraphFilterError(f"--data {settings[1]}: the graphs have different numbers of {name}")
-        sizes[f"{name[:-1]}_sizes"] = (np.max([t.max(0) for t in tables], 0) + 1).astype(int).tolist() if tables else []
+        if not tables and name == "node_features":
+            raise GraphFilterError(
+                f"--data {settings[1]}: no graph has usable node_features: give whole numbers from 0 to "
+                f"{MOST_VALUES - 1:,}, a row per node"
+            )
+        widths = Counter(table.shape[1] for table in tables)
+        largest = [t.max(0) for t in tables if t.shape[1] == widths.most_common(1)[0][0]]
+        sizes[f"{name[:-1]}_sizes"] = (np.max(largest, 0) + 1).astype(int).tolist() if largest else []
     return sizes
 
 
 def _read_features(row: Any, name: str) -> np.ndarray:
-    """Return the features of a graph; none of one that cannot be used, which ``GraphDataset`` raises or counts."""
+    """Return the features of a graph, a row each; none of one that ``GraphDataset`` will raise or count."""
     try:
         table = read_table(find(row, name), name)
     except GraphFilterError:
         return np.zeros(0)
-    return table if np.isfinite(table).all() and (table < MOST_VALUES).all() else np.zeros(0)
+    is_usable = table.ndim in (1, 2) and np.isfinite(table).all() and (table >= 0).all() and (table < MOST_VALUES).all()
+    return table.reshape(len(table), -1) if is_usable and table.size else np.zeros(0)
 
 
 @lru_cache(maxsize=1)

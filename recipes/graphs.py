@@ -70,7 +70,8 @@ def run(args, training):
     options["trainer_class"] = GraphTrainer
     outcome = fit(args, training, model, None, data, **options)
     rows = {part: len(graphs) for part, graphs in data.items()}
-    left_out = {part: len(graphs.skipped) for part, graphs in data.items() if graphs.skipped}
+    read_parts = {"train"} if args.held_out else {*parts}  # of which `data` are made
+    left_out = {part: len(graphs.skipped) for part, graphs in parts.items() if part in read_parts and graphs.skipped}
     return {**outcome, "split": split, "rows": rows, "left_out": left_out, "task_type": "graph-ml"}
 
 

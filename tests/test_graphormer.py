@@ -362,7 +362,8 @@ BAD = {
     "no nodes": ({"edge_index": []}, "no node_features"),
     "unknown atom": (CHAIN | {"node_features": [6, 28, 8]}, r"feature 0 of node 1 is 28, .* allows 0 to 27"),
     "unknown bond": (CHAIN | {"edge_features": [1, -1]}, r"feature 0 of edge 1 is -1"),
-    "fractions": (CHAIN | {"node_features": [6, 6.5, 8]}, "must hold integers"),
+    "fractions": (CHAIN | {"node_features": [6, 6.5, 8]}, "node_features must hold 64-bit integers, found 6.5"),
+    "huge": (CHAIN | {"node_features": [6, 1e30, 8]}, r"node_features must hold 64-bit integers, found 1e\+30"),
     "features": (CHAIN | {"node_features": [[6, 1]] * 3}, r"shape \(nodes, 1\)"),
     "words": (CHAIN | {"node_features": ["C", "C", "O"]}, "table of numbers"),
     "ragged": (CHAIN | {"node_features": [[6], [6, 1], [8]]}, "node_features must be a rectangular table"),
@@ -476,8 +477,13 @@ def test_labels_and_inputs_that_do_not_fit():
     unlabelled = {k: v for k, v in CHAIN.items() if k != "labels"}
     with pytest.raises(GraphFilterError, match="graph 1 of the batch has 0 labels"):
         GraphCollator(config)([CHAIN, unlabelled])
-    with pytest.raises(GraphFilterError, match="another number of labels"):
-        GraphDataset([CHAIN, unlabelled], config)
+    others = [unlabelled, CHAIN | {"labels": [0.5, 1.0]}, CHAIN | {"node_features": [6, 28, 8]}]
+    messages = ("it has no label, and other", "it has 2 labels, and most graphs have 1", "feature 0 of node 1 is 28")
+    for other, message in zip(others, messages, strict=True):
+        with pytest.raises(GraphFilterError, match=f"^graph 1: {message}"):
+            GraphDataset([CHAIN, other, CHAIN], config)
+    kept = GraphDataset([*others, CHAIN, CHAIN], config, on_error="skip")
+    assert (kept.labels.tolist(), [number for number, _ in kept.skipped]) == ([[0.5], [0.5]], [0, 1, 2])
     batch = GraphCollator(config)([unlabelled])
     assert "labels" not in batch
     from_table = {**prepare_graph(unlabelled, config), "labels": None}  # as datasets.map writes it
@@ -648,12 +654,19 @@ def test_recipe_of_graphs_leaves_out_what_cannot_be_read(recipe, tmp_path, capsy
             (folder / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     good = {"node_features": [1, 2, 1], "edge_index": [[0, 1], [1, 2]], "labels": [0.5, math.nan]}
-    bad = ([[1], [1, 2]], [1, 2, math.nan], [1, 2, 10**12])
-    write(tmp_path / "ragged", [{**good, "labels": 0.5}] * 3 + [{**good, "node_features": nodes} for nodes in bad])
-    record = recipe("--task", "graphs", "--data", tmp_path / "ragged")
-    assert (record["rows"]["train"], record["left_out"]["train"]) == (3, 3)
-    write(tmp_path / "unlabelled", [good] * 3)
+    bad = ([[1], [1, 2]], [1, 2, math.nan], [1, 2, 10**12], [1, 1e30, 1], [[1, 2]] * 3, 7)
+    rows = [{**good, "labels": 0.5}] * 4 + [{**good, "node_features": nodes} for nodes in bad]
+    rows += [{**good, "labels": None}, {**good, "labels": [0.5, 1.0]}]
+    write(tmp_path / "ragged", rows)
+    record = recipe("--task", "graphs", "--data", tmp_path / "ragged", "--held_out", "0.25")
+    assert (record["rows"], record["left_out"]) == ({"train": 3, "validation": 1}, {"train": 8})
+    assert "8 left out (4: node_features must be" in capsys.readouterr().err
+    write(tmp_path / "none", [{**good, "node_features": nodes} for nodes in (["C"] * 3, [])])
     shutil.rmtree(tmp_path / "out")
+    with pytest.raises(SystemExit):
+        recipe("--task", "graphs", "--data", tmp_path / "none")
+    assert "no graph has usable node_features: give whole numbers from 0 to 1,048,575" in capsys.readouterr().err
+    write(tmp_path / "unlabelled", [good] * 3)
     with pytest.raises(SystemExit):
         recipe("--task", "graphs", "--data", tmp_path / "unlabelled")
     assert "target 2 has no number in the training part" in capsys.readouterr().err

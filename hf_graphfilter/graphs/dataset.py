@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -36,8 +37,8 @@ class GraphDataset(Dataset[dict[str, Any]]):
         skipped: (number, reason) of each graph that was left out.
 
     Raises:
-        GraphFilterError: A graph raises an error of ``prepare_graph``, there are no graphs, or only some of them have
-            labels.
+        GraphFilterError: A graph raises an error of ``prepare_graph``, lacks the labels of others or has another number
+            of them than most; or no graph is left.
 
     Example:
         >>> config = GraphormerConfig(node_feature_sizes=[28], edge_feature_sizes=[4])
@@ -53,7 +54,13 @@ class GraphDataset(Dataset[dict[str, Any]]):
         if on_error not in ("raise", "skip"):
             raise GraphFilterError(f"on_error={shown(on_error)}: use 'raise' or 'skip'")
         self.skipped: list[tuple[int, str]] = []
-        ready: list[dict[str, Any]] = []
+
+        def leave_out(number: int, reason: str, cause: GraphFilterError | None = None) -> None:
+            if on_error == "raise":
+                raise GraphFilterError(f"graph {number}: {reason}") from cause
+            self.skipped.append((number, reason))
+
+        readable: list[tuple[int, dict[str, Any]]] = []
         for number, graph in enumerate(graphs):
             try:
                 if isinstance(graph, GraphFilterError):  # stands for a molecule that could not be read
@@ -61,20 +68,24 @@ class GraphDataset(Dataset[dict[str, Any]]):
                 prepared = prepare_graph(graph, config)
                 if prepared.get("labels") is not None:
                     _check_labels(np.asarray(prepared["labels"], dtype=float))
-                ready.append(prepared)
+                readable.append((number, prepared))
             except GraphFilterError as error:
-                if on_error == "raise":
-                    raise GraphFilterError(f"graph {number}: {error}") from error
-                self.skipped.append((number, str(error)))
+                leave_out(number, str(error), error)
+        widths = Counter(len(graph["labels"]) for _, graph in readable if graph.get("labels") is not None)
+        width = widths.most_common(1)[0][0] if widths else None
+        ready: list[dict[str, Any]] = []
+        for number, graph in readable:
+            if (problem := _compare_labels(graph.get("labels"), width)) is None:
+                ready.append(graph)
+            else:
+                leave_out(number, problem)
+        self.skipped.sort()
         if not ready:
             raise GraphFilterError(f"no graph could be read{self.describe_skipped() or ': there are none'}")
-        widths = {None if graph.get("labels") is None else len(graph["labels"]) for graph in ready}
-        if len(widths) > 1:
-            raise GraphFilterError("some graphs have another number of labels than others")
         self._arrays = {name: np.concatenate([graph[name].reshape(-1) for graph in ready]) for name in PARTS}
         nodes, kinds = (np.array([len(graph[name]) for graph in ready]) for name in ("in_degree", "kind_distances"))
         self._arrays |= {"nodes": nodes, "kinds": kinds}
-        if None not in widths:
+        if width is not None:
             self._arrays["labels"] = np.array([graph["labels"] for graph in ready], dtype=float)
         shapes = (ready[0]["node_features"].shape[1], *ready[0]["kind_edges"].shape[1:])
         self._arrays["shapes"] = np.array(shapes)
@@ -162,6 +173,16 @@ class GraphDataset(Dataset[dict[str, Any]]):
         dataset.skipped = [(number, reason) for number, reason in content["skipped"]]
         dataset._set_rows(dataset._arrays.pop("rows"))
         return dataset
+
+
+def _compare_labels(labels: NDArray[np.float64] | None, width: int | None) -> str | None:
+    """Return how the labels of a graph differ from the ``width`` labels of most graphs, or None."""
+    found = None if labels is None else len(labels)
+    if found == width:
+        return None
+    if found is None:
+        return "it has no label, and other graphs have one"
+    return f"it has {found} label{'s' * (found != 1)}, and most graphs have {width}"
 
 
 def _check_labels(labels: NDArray[np.float64]) -> None:

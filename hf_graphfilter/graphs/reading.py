@@ -107,8 +107,11 @@ def read_table(value: Any, name: str, dtype: type | None = None) -> NDArray[Any]
 
 def _integers(value: Any, name: str) -> Integers:
     array = read_table(value, name)
-    if array.size and array.dtype.kind in "fb" and not (np.isfinite(array).all() and (array == array.round()).all()):
-        raise GraphFilterError(f"{name} must hold integers, found {shown(array.flat[0].item())} among them")
+    if array.dtype.kind in "fu":
+        values = array.astype(np.float64)
+        wrong = array[~((values == np.trunc(values)) & (abs(values) < 2**63))]  # NaN equals nothing
+        if wrong.size:
+            raise GraphFilterError(f"{name} must hold 64-bit integers, found {shown(wrong[0].item())} among them")
     return array.astype(np.int64)
 
 
