@@ -48,6 +48,7 @@ from recipes.speech_data import TASKS, read
 from recipes.speech_inputs import SpeechBatches, count_frames, keeps_frames, load_extractor, prepare
 from recipes.speech_models import (
     HEAD,
+    HEAD_FILE,
     build,
     check_model,
     check_targets,
@@ -124,7 +125,7 @@ def save(model, extractor, folder):
     """Write what a pipeline needs besides the Trainer's files; the head for CTC, which no class has, goes apart."""
     extractor.save_pretrained(folder)
     if hasattr(model, HEAD):
-        save_file(getattr(model, HEAD).state_dict(), folder / f"{HEAD}.safetensors")
+        save_file(getattr(model, HEAD).state_dict(), folder / HEAD_FILE)
         delattr(model, HEAD)
         model.save_pretrained(folder)
 

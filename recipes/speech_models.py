@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCTC, AutoModelForSpeechSeq2Seq, PreTrainedModel
 from transformers.modeling_outputs import Seq2SeqLMOutput
@@ -12,14 +13,17 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+from transformers.utils import cached_file
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
+from recipes.errors import note
 from recipes.models import build_model
 
 ENGLISH = 51864  # entries of the vocabulary of Whisper's models that know English alone; others have more
 INPUTS = ("input_features", "input_values")
 HEAD = "joint_ctc_head"
+HEAD_FILE = f"{HEAD}.safetensors"  # beside the model, whose class does not have this head
 
 
 def is_ctc(args: Any, config: Any) -> bool:
@@ -72,10 +76,23 @@ def build(args: Any, training: Any, config: Any, tokenizer: Any, trained: bool) 
     if not args.from_scratch and hasattr(model, "freeze_feature_encoder"):
         model.freeze_feature_encoder()  # the convolutions of Wav2Vec2, as its authors do
     if not ctc and ctc_weight(args) > 0:
-        width = model.config.hidden_size
-        setattr(model, HEAD, nn.Linear(width, model.config.vocab_size))
+        head = nn.Linear(model.config.hidden_size, model.config.vocab_size)
+        if not args.from_scratch:
+            _load_head(head, args.model)
+        setattr(model, HEAD, head)
         model.register_forward_hook(_add_ctc_logits, with_kwargs=True)
     return model
+
+
+def _load_head(head: nn.Linear, source: str) -> None:
+    """Load the CTC head that an earlier run wrote beside the model; say if there is none that fits."""
+    missing_is_none = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
+    file = cached_file(source, HEAD_FILE, **missing_is_none)  # type: ignore[arg-type]
+    weights = load_file(file) if file else {}
+    if {name: x.shape for name, x in weights.items()} == {name: x.shape for name, x in head.state_dict().items()}:
+        head.load_state_dict(weights)
+    else:
+        note(f"{source} has no {HEAD_FILE} that fits: the CTC head is new")
 
 
 def check_targets(args: Any, model: Any, data: dict[str, Any]) -> None:

@@ -48,7 +48,15 @@ from recipes.settings import Settings
 from recipes.speech_data import read
 from recipes.speech_inputs import SpeechBatches, _marks, count_frames, load_extractor, make_frames, prepare
 from recipes.speech_models import build, check_model, ctc_loss, read_ctc
-from recipes.transcripts import decode, drop_long_targets, drop_long_texts, encode, make_tokenizer, normalize
+from recipes.transcripts import (
+    decode,
+    drop_long_targets,
+    drop_long_texts,
+    encode,
+    make_tokenizer,
+    normalize,
+    train_characters,
+)
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("jiwer")
@@ -107,17 +115,17 @@ def write(root, rows):
         csv.writer(file).writerows([("file", "text", "split"), *rows])
 
 
-def arguments(folder, *argv):
+def arguments(folder, *argv, model=SEQ2SEQ):
     settings = Settings(speech.RECIPE)
-    values, _ = settings.parse([*SEQ2SEQ, *SHORT, "--data", str(folder), *argv])
+    values, _ = settings.parse([*model, *SHORT, "--data", str(folder), *argv])
     return settings.arguments({**values, "output_dir": str(folder.parent / "run")})
 
 
-def build_from(folder, *argv):
+def build_from(folder, *argv, model=SEQ2SEQ):
     """Return the model of these settings, as it is before training."""
-    args, training_args = arguments(folder, *argv)
-    tokenizer = make_tokenizer(args, lambda: iter(["low mid high"]), ctc=False)
-    return build(args, training_args, model_config(args), tokenizer, trained=True)
+    args, training_args = arguments(folder, *argv, model=model)
+    tokenizer = train_characters(iter(["low mid high"]))
+    return build(args, training_args, model_config(args), tokenizer, trained=bool(args.from_scratch))
 
 
 def asked(task, data=None, held_out=0.0):
@@ -166,6 +174,18 @@ def test_the_ctc_head_starts_the_same_with_every_filter(folder):
     assert len(filter_status(first)) > 0
     assert torch.equal(first.joint_ctc_head.weight, baseline.joint_ctc_head.weight)
     assert all(torch.equal(x, second.state_dict()[name]) for name, x in first.state_dict().items())
+
+
+def test_a_run_from_a_saved_model_starts_from_its_ctc_head(folder, tmp_path, capsys):
+    model = build_from(folder)
+    weight = model.joint_ctc_head.weight.clone()
+    speech.save(model, Speech2TextFeatureExtractor(), tmp_path / "saved")
+    saved = ["--model", str(tmp_path / "saved"), "--ctc_weight", "0.3", "--filter", "none"]  # it has its filter
+    assert torch.equal(build_from(folder, model=saved).joint_ctc_head.weight, weight)
+    assert "the CTC head is new" not in capsys.readouterr().err
+    (tmp_path / "saved" / "joint_ctc_head.safetensors").unlink()
+    assert not torch.equal(build_from(folder, model=saved).joint_ctc_head.weight, weight)
+    assert "has no joint_ctc_head.safetensors that fits: the CTC head is new" in capsys.readouterr().err
 
 
 def make_whisper(folder):
