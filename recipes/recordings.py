@@ -5,6 +5,7 @@ import zlib
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -31,6 +32,18 @@ class HubRow:
 
 
 Sources = list[str | HubRow]  # files, or rows of the Hub
+
+
+def mark_sources(sources: Sources) -> list[tuple[Any, ...] | None]:
+    """Return what changes if a recording does."""
+    return [_mark(source) for source in sources]
+
+
+def _mark(source: str | HubRow) -> tuple[Any, ...] | None:
+    if isinstance(source, HubRow):
+        return source.rows._fingerprint, source.number
+    file = Path(source)
+    return (file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None
 
 
 def read_audio(sources: Sources, rate: int, speed: float = 1.0) -> np.ndarray:

@@ -74,7 +74,10 @@ def run(args, training):
     check_model(args, config, ctc)
     extractor = load_extractor(args, config)
     rows, split = read(args)
-    prepared = {part: prepare(items, extractor, args, part) for part, items in rows.items()}
+    most = {part: args.max_train_samples if part == "train" else args.max_eval_samples for part in rows}
+    # Only a smoke test stops there: other limits choose among all recordings that can be used.
+    most = most if args.smoke else dict.fromkeys(rows)
+    prepared = {part: prepare(items, extractor, args, part, most[part]) for part, items in rows.items()}
     left_out = {part: count for part, (_, count) in prepared.items() if count}
     data = DatasetDict({part: recordings for part, (recordings, _) in prepared.items()})
     # What is held out to tune by was cut by `read`, before copies were made at other speeds.

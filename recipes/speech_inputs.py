@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -25,7 +26,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import require
 from recipes.errors import note
 from recipes.models import loading_errors
-from recipes.recordings import HubRow, Sources, group, join, read_audio, to_integers, to_wave
+from recipes.recordings import group, join, mark_sources, read_audio, to_integers, to_wave
 from recipes.transcripts import normalize
 
 FORMAT = 2  # of what is cached; raise it where `prepare` gives other numbers
@@ -97,21 +98,25 @@ def _filterbank(mels: int, rate: int) -> tuple[np.ndarray, np.ndarray]:
     return window_function(400, "povey", periodic=False), filters
 
 
-def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) -> tuple[Dataset, int]:
-    """Return (recordings with their texts, how many were left out); features are made once and cached."""
+def prepare(
+    rows: list[dict[str, Any]], extractor: Any, args: Any, part: str, most: int | None = None
+) -> tuple[Dataset, int]:
+    """Return (recordings with their texts, how many were left out), until ``most`` can be used; features are cached."""
     require("soundfile", "speech", "reading audio")
     if not rows:
         raise GraphFilterError(f"the part {part!r} of {args.task} is empty")
+    if most and part == "train":  # the first ones may be of one speaker
+        rows = random.Random(0).sample(rows, len(rows))
     rows = [{**row, "text": normalize(row["text"], args.normalize)} for row in rows]
     speeds = tuple(args.speeds) if part == "train" else (1.0,)
     whisper = isinstance(extractor, WhisperFeatureExtractor)  # which cuts what is longer, and says nothing
     seconds = min(args.max_seconds, extractor.chunk_length) if whisper else args.max_seconds
     settings = (FORMAT, extractor.to_json_string(), seconds, args.too_long, speeds, args.data, args.task)
-    marks = [(row["name"], not row["text"], *_marks(row["audio"])) for row in rows]
-    key = hashlib.sha256(json.dumps([settings, marks]).encode()).hexdigest()[:32]
-    make = partial(_make, rows, extractor, seconds, args.too_long, speeds)
+    marks = [(row["name"], not row["text"], *mark_sources(row["audio"])) for row in rows]
+    key = hashlib.sha256(json.dumps([settings, marks, *([most] if most else [])]).encode()).hexdigest()[:32]
+    make = partial(_make, rows, extractor, seconds, args.too_long, speeds, most)
     data = Dataset.from_generator(make, features=Features(COLUMNS), fingerprint=key)
-    texts = [row["text"] for row in rows for _ in speeds]
+    texts = [row["text"] for row in rows for _ in speeds][: len(data)]
     problems = {i: text for i, text in enumerate(data["problem"]) if text}
     if problems:
         first = next(iter(problems))
@@ -160,25 +165,15 @@ def _join(data: Dataset, groups: list[list[int]], names: list[str], extractor: A
         yield {"audio": values.tobytes(), "length": len(values), "seconds": seconds}
 
 
-def _marks(sources: Sources) -> list[Any]:
-    """Return what changes if a recording does."""
-    return [_mark(source) for source in sources]
-
-
-def _mark(source: str | HubRow) -> tuple[Any, ...] | None:
-    if isinstance(source, HubRow):
-        return source.rows._fingerprint, source.number
-    file = Path(source)
-    return (file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None
-
-
 def _make(
-    rows: list[dict[str, Any]], extractor: Any, seconds: float, too_long: str, speeds: Sequence[float]
+    rows: list[dict[str, Any]], extractor: Any, seconds: float, too_long: str, speeds: Sequence[float], most: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the recordings as bytes, or what is wrong with them."""
-    rate = extractor.sampling_rate
+    """Yield the recordings as bytes, or what is wrong with them, until ``most`` of them can be used."""
+    rate, usable = extractor.sampling_rate, 0
     for row in rows:
         for speed in speeds:
+            if most and usable >= most:
+                return
             item: dict[str, Any] = {"audio": b"", "length": 0, "seconds": 0.0, "problem": ""}
             try:
                 if not row["text"]:
@@ -196,6 +191,7 @@ def _make(
                 else:
                     values = to_integers(samples)
                 item |= {"audio": values.tobytes(), "length": len(values), "seconds": len(samples) / rate}
+                usable += 1
             except ValueError as error:
                 item["problem"] = str(error)
             yield item

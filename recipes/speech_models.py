@@ -87,7 +87,7 @@ def build(args: Any, training: Any, config: Any, tokenizer: Any, trained: bool) 
 def _load_head(head: nn.Linear, source: str) -> None:
     """Load the CTC head that an earlier run wrote beside the model; say if there is none that fits."""
     missing_is_none = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
-    file = cached_file(source, HEAD_FILE, **missing_is_none)  # type: ignore[arg-type]
+    file = cached_file(source, HEAD_FILE, **missing_is_none)
     weights = load_file(file) if file else {}
     if {name: x.shape for name, x in weights.items()} == {name: x.shape for name, x in head.state_dict().items()}:
         head.load_state_dict(weights)

@@ -39,14 +39,14 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from hf_graphfilter import GraphFilterError, filter_status, linearize
 from hf_graphfilter.fitting.batches import inputs_of
-from recipes import compare, data, metrics, runs, speech, training
+from recipes import compare, data, metrics, runs, speech, speech_inputs, training
 from recipes.joint_search import JointSearch
 from recipes.models import load_model, model_config
-from recipes.recordings import PAUSE, HubRow, read_audio, resample
+from recipes.recordings import PAUSE, HubRow, mark_sources, read_audio, resample
 from recipes.records import try_read
 from recipes.settings import Settings
 from recipes.speech_data import read
-from recipes.speech_inputs import SpeechBatches, _marks, count_frames, load_extractor, make_frames, prepare
+from recipes.speech_inputs import SpeechBatches, count_frames, load_extractor, make_frames, prepare
 from recipes.speech_models import build, check_model, ctc_loss, read_ctc
 from recipes.transcripts import (
     decode,
@@ -402,6 +402,29 @@ def test_what_cannot_be_used_is_counted_and_named(name, folder, capsys):
         prepare(rows["train"], Speech2TextFeatureExtractor(), strict, "train")
 
 
+def test_a_smoke_test_reads_no_more_recordings_than_it_uses(folder, tmp_path, monkeypatch):
+    """Those that cannot be used are replaced by others; a limit alone chooses among all that can be used."""
+    opened = []
+
+    def read_and_count(sources, *rest):
+        opened.append(sources[0])
+        return read_audio(sources, *rest)
+
+    monkeypatch.setattr(speech_inputs, "read_audio", read_and_count)
+    with (folder / "metadata.csv").open() as file:
+        rows = list(csv.reader(file))[1:]
+    write(folder, [(name, "" if number in (0, 6) else text, part) for number, (name, text, part) in enumerate(rows)])
+    limits = ("--max_train_samples", "4", "--max_eval_samples", "2", "--filter", "none", "--save_strategy", "no")
+    record = train(tmp_path / "smoke", folder, CTC, *limits, "--smoke", "--speeds", "0.9", "1")
+    assert record["rows"] == {"train": 4, "validation": 2, "test": 2}
+    assert record["left_out"] == {"train": 4}
+    assert len(opened) == len(set(opened)) + 2 == 8, "two training recordings at two speeds"
+    opened.clear()
+    record = train(tmp_path / "limited", folder, CTC, *limits)
+    assert record["rows"] == {"train": 4, "validation": 2, "test": 2}
+    assert len(opened) == 18, "all with a transcript"
+
+
 def test_long_recordings_are_cut_where_that_is_asked_for(folder):
     args, _ = arguments(folder, "--max_seconds", "0.2", "--too_long", "cut")
     data, left_out = prepare(read(args)[0]["test"], Speech2TextFeatureExtractor(), args, "test")
@@ -560,8 +583,8 @@ def test_a_data_set_of_the_hub_is_read_when_it_is_needed(monkeypatch, part):
     frequency = np.abs(np.fft.rfft(samples)).argmax() / (len(samples) / RATE)
     assert frequency == pytest.approx(TONES["mid"], abs=RATE / len(samples))
     first, second = (rows["train"][i]["audio"] for i in (0, 1))
-    assert _marks(first) != _marks(second)  # so that other recordings are no cached ones
-    assert _marks(first) != _marks([HubRow(second[0].rows.select(range(5)), 0)])
+    assert mark_sources(first) != mark_sources(second)  # so that other recordings are no cached ones
+    assert mark_sources(first) != mark_sources([HubRow(second[0].rows.select(range(5)), 0)])
     with pytest.raises(ValueError, match="it has no recording"):
         HubRow(Dataset.from_list([{"audio": None}]), 0).read()
 
