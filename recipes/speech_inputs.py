@@ -229,15 +229,19 @@ class SpeechBatches:
             mask = pad_sequence([torch.ones(len(tensor), dtype=torch.long) for tensor in tensors], batch_first=True)
             return batch | {"input_features": pad_sequence(tensors, batch_first=True), "attention_mask": mask}
         waves = [to_wave(row["audio"]) for row in rows]
+        whisper = isinstance(self.extractor, WhisperFeatureExtractor)  # pads all to one length, without a mask
         options = {"sampling_rate": self.extractor.sampling_rate, "return_tensors": "pt"}
-        if isinstance(self.extractor, WhisperFeatureExtractor):
-            features = self.extractor(waves, **options)
-            if training:
-                frame_counts = [len(wave) // self.extractor.hop_length for wave in waves]
-                for spectrogram, n in zip(features["input_features"], frame_counts, strict=True):
-                    spectrogram[:, :n] = self.hide(spectrogram[:, :n].T, spectrogram[:, :n].mean()).T
-            return batch | dict(features)
-        return batch | dict(self.extractor(waves, padding=True, return_attention_mask=True, **options))
+        options |= {} if whisper else {"padding": True, "return_attention_mask": True}
+        features = dict(self.extractor(waves, **options))
+        if training and "input_features" in features:
+            mask = features.get("attention_mask")
+            counts = [len(wave) // self.extractor.hop_length for wave in waves] if whisper else mask.sum(1).tolist()
+            are_last = whisper or features["input_features"].shape[1] != mask.shape[1]
+            for spectrogram, count in zip(features["input_features"], counts, strict=True):
+                frames = (spectrogram.T if are_last else spectrogram)[:count]
+                single = frames.reshape(-1, getattr(self.extractor, "num_mel_bins", frames.shape[1]))  # not stacked
+                frames.copy_(self.hide(single, frames.mean()).reshape(frames.shape))
+        return batch | features
 
     def hide(self, frames: Tensor, value: Tensor) -> Tensor:
         """Return frames (time, frequency) with some stretches of both at ``value``."""

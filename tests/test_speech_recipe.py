@@ -42,7 +42,7 @@ from hf_graphfilter.fitting.batches import inputs_of
 from recipes import compare, data, metrics, runs, speech, speech_inputs, training
 from recipes.joint_search import JointSearch
 from recipes.models import load_model, model_config
-from recipes.recordings import PAUSE, HubRow, mark_sources, read_audio, resample
+from recipes.recordings import PAUSE, HubRow, mark_sources, read_audio, resample, to_integers
 from recipes.records import try_read
 from recipes.settings import Settings
 from recipes.speech_data import read
@@ -772,6 +772,31 @@ def test_batches_are_padded_and_only_training_rows_are_hidden():
     assert 0 < hidden.sum() < hidden.numel()
     assert hidden.all(0).sum() <= 2 * 10
     assert hidden.all(1).sum() <= 2 * 10
+
+
+@pytest.mark.parametrize("kind", [ParakeetFeatureExtractor, SeamlessM4TFeatureExtractor, WhisperFeatureExtractor])
+def test_features_of_an_extractor_are_hidden_in_training(kind):
+    """In frames of 10 ms, of which SeamlessM4T has two in one; padding stays as it is."""
+    try:
+        extractor = kind(**({"chunk_length": 3} if kind is WhisperFeatureExtractor else {}))
+    except ImportError as error:  # Parakeet's asks for librosa in earlier transformers
+        pytest.skip(str(error))
+    noise = np.random.default_rng(0).normal(0, 0.1, (2, 2 * RATE)).astype(np.float32)
+    waves = [to_integers(wave).tobytes() for wave in (noise[0], noise[1, : RATE // 2])]
+    rows = [{"audio": wave, "labels": [3], "training": False} for wave in waves]
+    collate = SpeechBatches(extractor, time_masks=1, time_width=9, frequency_masks=1, frequency_width=5)
+    whole = collate(rows)["input_features"]
+    torch.manual_seed(0)
+    hidden = collate([{**row, "training": True} for row in rows])["input_features"]
+    for before, after, seconds in zip(whole, hidden, (2, 0.5), strict=True):
+        changed = (before != after).mT if kind is WhisperFeatureExtractor else before != after
+        changed = changed.reshape(-1, 80)
+        times = changed.all(1)
+        frequencies = changed[: round(100 * seconds) - 4][~times[: round(100 * seconds) - 4]]
+        assert 0 < times.sum() <= 9
+        assert 0 < frequencies[0].sum() <= 5
+        assert (frequencies == frequencies[0]).all()
+        assert not changed[round(100 * seconds) + 1 :].any()
 
 
 def test_batches_of_waveforms_are_made_by_the_extractor():
