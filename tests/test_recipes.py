@@ -173,9 +173,11 @@ def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
         ("code", "code/plbart.yaml", "clone", {"num_train_epochs": 1, "per_device_train_batch_size": 16}),
         (
             *("speech", "speech/transformer.yaml", "librispeech-100"),
-            {"num_train_epochs": 100, "per_device_train_batch_size": 32, "learning_rate": 8e-4, "weight_decay": 0.01}
+            # 100 epochs at one speed of three
+            {"num_train_epochs": 33.333, "per_device_train_batch_size": 32, "learning_rate": 8e-4, "weight_decay": 0.01}
             | {"ctc_weight": 0.3, "label_smoothing_factor": 0.1, "seeds": [74443], "filter_options": ["K=2"]},
         ),
+        ("speech", "speech/conformer.yaml", "librispeech-100", {"num_train_epochs": 40, "speeds": [0.95, 1.0, 1.05]}),
     ],
 )
 def test_the_settings_of_the_papers(recipe, config, task, expected):
