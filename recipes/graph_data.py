@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -26,6 +27,7 @@ STRUCTURE = ("node_feature_sizes", "edge_feature_sizes", "edge_encoding", "max_h
 FORMAT = 2  # of the cached files; raise it where prepare_graph gives other numbers, or a split other rows
 ZINC_SIZES = {"node_feature_sizes": [28], "edge_feature_sizes": [4]}
 MOST_VALUES = 2**20  # of a feature, each of which has its own embedding
+SMOKE_FACTOR = 10  # a smoke test reads so many times the graphs that it uses: some may not be usable
 POINTERS = ("node_ptr", "edge_ptr")
 SPELLINGS = {"edge_index": ("edge_index",), **NAMES}
 
@@ -87,7 +89,9 @@ def load(args: Any, config: Callable[..., GraphormerConfig]) -> tuple[dict[str, 
     fields = dict(task.fields)
     structure = {**fields, **({} if "node_feature_sizes" in fields else _find_feature_sizes(settings))}
     graph_config = config(**{k: v for k, v in structure.items() if k in STRUCTURE})
-    parts, split = _prepare(settings, json.dumps({k: getattr(graph_config, k) for k in STRUCTURE}))
+    limits = [n for n in (args.max_train_samples, args.max_eval_samples) if n]
+    most = SMOKE_FACTOR * max(limits) if args.smoke and limits else None  # others choose among all graphs
+    parts, split = _prepare(settings, json.dumps({k: getattr(graph_config, k) for k in STRUCTURE}), most)
     return dict(parts), structure, split
 
 
@@ -122,11 +126,15 @@ def _read_features(row: Any, name: str) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def _prepare(settings: tuple[str, ...], structure: str) -> tuple[dict[str, GraphDataset], str]:
-    """Return the graphs with their paths, found once and kept beside the other caches of ``datasets``."""
+def _prepare(settings: tuple[str, ...], structure: str, most: int | None) -> tuple[dict[str, GraphDataset], str]:
+    """Return the graphs with their paths, found once and kept beside the other caches of ``datasets``.
+
+    With ``most`` they are found for the first graphs of each part alone.
+    """
     readers, split, files = _find_parts(settings)
     marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(repr((FORMAT, settings, structure, marks, split)).encode()).hexdigest()[:16]
+    identity = (FORMAT, settings, structure, marks, split, *([most] if most else []))
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_graphfilter"
     folder.mkdir(parents=True, exist_ok=True)
     parts = {}
@@ -137,7 +145,8 @@ def _prepare(settings: tuple[str, ...], structure: str) -> tuple[dict[str, Graph
         else:
             config = GraphormerConfig(**json.loads(structure))
             try:
-                parts[part] = GraphDataset(rows(), config, on_error="raise" if settings[4] == "error" else "skip")
+                on_error = "raise" if settings[4] == "error" else "skip"
+                parts[part] = GraphDataset(islice(rows(), most), config, on_error=on_error)
             except GraphFilterError as error:
                 hint = "; --bad_graphs skip leaves such graphs out" if settings[4] == "error" else ""
                 raise GraphFilterError(f"{settings[0]}, {part} part: {error}{hint}") from error

@@ -672,6 +672,20 @@ def test_recipe_of_graphs_leaves_out_what_cannot_be_read(recipe, tmp_path, capsy
     assert "target 2 has no number in the training part" in capsys.readouterr().err
 
 
+def test_a_smoke_test_prepares_no_more_graphs_than_it_needs(recipe, tmp_path):
+    rows = [{"node_features": [1, n % 3], "edge_index": [[0], [1]], "labels": n} for n in range(30)]
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"node_features": []}])))
+    limits = ("--max_train_samples", "2", "--max_eval_samples", "1", "--filter", "none")
+    for options, prepared, left_out in ((["--smoke"], 20, {}), ([], 30, {"train": 1, "validation": 1, "test": 1})):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        record = recipe("--task", "graphs", "--data", tmp_path, *limits, *options)
+        assert (record["rows"], record["left_out"]) == ({"train": 2, "validation": 1, "test": 1}, left_out)
+        cached = (tmp_path / "cache" / "hf_graphfilter").iterdir()
+        assert {len(GraphDataset.load(file)) for file in cached} == {prepared}
+
+
 def test_a_target_that_cannot_be_scored_is_left_out():
     from recipes.graphs import score
 
