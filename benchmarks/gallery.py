@@ -180,6 +180,7 @@ def zinc(options: argparse.Namespace) -> Found:
     draw(options, "zinc", depth(results))
     draw(options, "zinc-gain", gains(results, list(results)))
     draw(options, "zinc-taylor", taylor(results))
+    draw(options, "zinc-singular-values", singular_values(results))
     draw(options, "zinc-curves", plot_curves(results["with GFSA"].curves))
     return results
 
@@ -308,6 +309,17 @@ def taylor(found: Found) -> Any:
             layers, values = band(measured, stack, f"K={K}")
             drawn[name].append((f"K = {K}", layers, [value / (2 * K) for value in values]))
     return panels(drawn, "layer", "E_K, of its bound 2K", ylim=(0, 1))
+
+
+def singular_values(found: Found) -> Any:
+    """Draw the singular values of the tokens (GFSA, Figures 2, 4 and 5) and of attention, in the last layer."""
+    quantities = {"tokens": "singular_values", "what attention applies": "attention_singular_values"}
+    drawn: dict[str, Lines] = {title: [] for title in quantities}
+    for (title, quantity), (name, measured, stack) in itertools.product(quantities.items(), stacks(found)):
+        curve = measured.spectrum[measured.spectrum.layers(stack)[-1], quantity].mean
+        axis, ranks = measured.spectrum.grid(quantity, len(curve))
+        drawn[title].append((name, ranks, curve))
+    return panels(drawn, axis, "singular value (of the largest)", ylim=(0, 1.05))
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

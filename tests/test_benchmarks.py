@@ -151,6 +151,11 @@ def test_the_gallery_draws_and_writes_what_is_measured():
     for draw in (gallery.frequencies, gallery.taylor):
         assert {axes.get_title() for axes in draw(found).axes} == {"BERT", "T5, encoder", "T5, decoder"}
     assert [axes.get_title() for axes in gallery.gains(alike, list(alike)).axes] == ["layer 0", "layer 1", "layer 2"]
+    tokens, attention = gallery.singular_values(alike).axes
+    assert [line.get_label() for line in tokens.lines] == ["plain", "gfsa"]
+    last = alike["gfsa"].spectrum[2, "attention_singular_values"].mean
+    assert attention.lines[1].get_ydata() == pytest.approx(last.numpy())
+    assert tokens.lines[0].get_ydata()[0] == 1
     rows = gallery.numbers({"data": "numbers"}, found)
     assert all(set(row) <= set(gallery.FIELDS) for row in rows)
     cosines = [row for row in rows if (row["model"], row["quantity"]) == ("BERT", "cosine")]
