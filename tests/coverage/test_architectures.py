@@ -12,6 +12,7 @@ QUICK = {  # status, and the filters that decode with its cache
     "gemma2": ("verified", ["GFSA"]),  # sliding windows
     "mixtral": ("verified", ["GFSA", "AGF"]),
     "qwen2_vl": ("verified", ["GFSA", "AGF"]),
+    "granite_speech5_ctc": ("verified", []),  # frames stacked, norms in float32
     "bloom": ("refused", []),
     "gpt_oss": ("refused", []),
 }

@@ -48,7 +48,8 @@ SIZES = [
 # fields that a config cannot do without but gives no value
 GIVEN = {"prediction_length": 4}
 # architectures whose features of sound are (batch, frames, features); others have Whisper's (batch, features, frames)
-FRAMES_FIRST = r"speech_to_text|wav2vec2-bert|parakeet_.*|lasr_.*|nemotron.*"
+FRAMES_FIRST = r"speech_to_text|wav2vec2-bert|parakeet_.*|lasr_.*|nemotron.*|granite_speech5_.*"
+STACKED = r"granite_speech5_.*"  # of these a frame has 4 * num_mel_bins features: two frames, each with its change
 
 
 def shrink(config: PreTrainedConfig) -> dict:
@@ -152,7 +153,7 @@ def inputs(model: torch.nn.Module, batch: int = 2) -> dict[str, torch.Tensor]:
     audio = field(*names, default=80)
     sound = (audio, 2 * field("max_source_positions", default=20))
     if re.fullmatch(FRAMES_FIRST, config.model_type):
-        sound = (80, audio)
+        sound = (80, 4 * audio if re.fullmatch(STACKED, config.model_type) else audio)
     images = normal(batch, field("num_channels", "in_channels", default=3), side, side)
     available = {
         "input_ids": ids,
