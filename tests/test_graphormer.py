@@ -638,9 +638,15 @@ def test_a_graph_run_keeps_its_best_checkpoint(recipe, tmp_path, transformers_wa
         lines = [{k: v.tolist() for k, v in random_graph(n, config, n).items()} for n in (3, 4, 5)]
         (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     argv = ["--task", "graphs", "--data", str(tmp_path), *TINY.split(), "--output_dir", str(tmp_path / "out")]
-    runs.main(graphs.RECIPE, [*argv, *BEST.split()])
+    argv += [*BEST.split(), "--save_total_limit", "4", "--max_steps", "4", "--learning_rate", "0.1"]
+    runs.main(graphs.RECIPE, argv)
     transformers_warnings.clear()  # of checkpoints within one second
     folder = tmp_path / "out" / "seed-1"
+    state = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
+    errors = [row["eval_mae"] for row in state["log_history"] if "eval_mae" in row]
+    assert state["best_metric"] == min(errors) < errors[-1], "the best one is not the last one"
+    record = json.loads((folder / "record.json").read_text())
+    assert record["metrics"]["validation/mae"] == pytest.approx(min(errors), abs=1e-5)
     assert len(filter_status(GraphormerForGraphPrediction.from_pretrained(folder))) == 1
     card = (folder / "README.md").read_text()
     assert "graph-ml" in card

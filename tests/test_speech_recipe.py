@@ -676,9 +676,18 @@ def test_frames_are_counted_as_the_model_gets_them(kind):
     np.testing.assert_allclose(counted.numpy(), found, atol=2)  # what a window holds more than its hop
 
 
-def test_rows_held_out_are_no_copies_and_not_hidden(folder, tmp_path):
+def test_rows_held_out_are_no_copies_and_not_hidden(folder, tmp_path, monkeypatch):
+    parts, fit = {}, speech.fit
+
+    def fit_and_keep(args, training_args, model, tokenizer, data, **options):
+        parts.update(data)
+        return fit(args, training_args, model, tokenizer, data, **options)
+
+    monkeypatch.setattr(speech, "fit", fit_and_keep)
     record = train(tmp_path, folder, CTC, "--held_out", "0.25", "--speeds", "0.9", "1", "1.1")
     assert record["rows"] == {"train": 27, "validation": 3}
+    assert list(parts["validation"]["training"]) == [False] * 3
+    assert list(parts["train"]["training"]) == [True] * 27
 
 
 def test_no_sentence_is_both_in_training_and_held_out(folder):
