@@ -250,6 +250,7 @@ def test_a_composite_of_patched_models_keeps_trained_values(tmp_path, transforme
     transformers_warnings.clear()
     assert len(values) == 12
     assert all(map(torch.equal, filter_parameters(loaded), values))
+    (tmp_path / "README.md").unlink()
     unpatch_model(loaded).save_pretrained(tmp_path)
     assert "graph_filter" not in (tmp_path / "config.json").read_text()
     assert "attn_implementation" not in (tmp_path / "config.json").read_text()
@@ -399,7 +400,8 @@ def first_release_output(model):
     given = load_file(FIRST / "expected.safetensors")
     with torch.no_grad():
         found = model.double()(given["input_ids"]).last_hidden_state
-    torch.testing.assert_close(found, given["last_hidden_state"], atol=1e-9, rtol=1e-9)
+    rounding = torch.finfo(torch.float32).eps  # in which that release took the logarithm of a number of tokens
+    torch.testing.assert_close(found, given["last_hidden_state"], atol=rounding, rtol=rounding)
 
 
 @pytest.mark.feature("Checkpoints: written by the first release of this package", family="bert")
