@@ -35,6 +35,18 @@ def read_path(value: Any) -> str:
     return path
 
 
+def find_optional(source: str, name: str, **hub_options: Any) -> str | None:
+    """Return the path of a file in a folder or Hub repository, downloaded if it must be, or None if there is none.
+
+    Raises:
+        OSError: there is no such folder or repository.
+    """
+    from transformers.utils import cached_file
+
+    missing_is_none = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
+    return cached_file(source, name, **missing_is_none, **hub_options)  # type: ignore[arg-type, return-value]
+
+
 @contextlib.contextmanager
 def replacing(*files: Path) -> Iterator[list[Path]]:
     """Give a path beside each file to write to, and put what is there in the files' places at the end.

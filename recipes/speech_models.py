@@ -13,10 +13,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
-from transformers.utils import cached_file
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
+from hf_graphfilter.files import find_optional
 from recipes.errors import note
 from recipes.models import build_model
 
@@ -86,8 +86,7 @@ def build(args: Any, training: Any, config: Any, tokenizer: Any, trained: bool) 
 
 def _load_head(head: nn.Linear, source: str) -> None:
     """Load the CTC head that an earlier run wrote beside the model; say if there is none that fits."""
-    missing_is_none = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
-    file = cached_file(source, HEAD_FILE, **missing_is_none)
+    file = find_optional(source, HEAD_FILE)
     weights = load_file(file) if file else {}
     if {name: x.shape for name, x in weights.items()} == {name: x.shape for name, x in head.state_dict().items()}:
         head.load_state_dict(weights)

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from ..console import Console, table
 from ..errors import GraphFilterError, shown
+from ..files import find_optional
 from .common import from_source, hub_options, note_saved
 from .inputs import tokenizer_of
 
@@ -35,7 +36,6 @@ AutoClass = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the start values, for filters that start at random.")]
 
 _TOKENIZER_FILES = ("tokenizer", "tokenizer_config")
-_QUIET = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
 
 
 def check_output(output: Path, source: str | None = None) -> None:
@@ -173,9 +173,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
 
 def _describe_lack(source: str) -> str:
     """Return why a checkpoint gave no tokenizer or processor; AutoProcessor hides what is wrong with a tokenizer."""
-    from transformers.utils import cached_file
-
-    if any(cached_file(source, f"{name}.json", **_QUIET, **hub_options(source)) for name in _TOKENIZER_FILES):
+    if any(find_optional(source, f"{name}.json", **hub_options(source)) for name in _TOKENIZER_FILES):
         try:
             tokenizer_of(source)
         except GraphFilterError as error:
@@ -192,9 +190,8 @@ def save_modules(source: str, output: Path) -> None:
     import shutil
 
     from huggingface_hub import snapshot_download
-    from transformers.utils import cached_file
 
-    if (list_file := cached_file(source, "modules.json", **_QUIET, **hub_options(source))) is None:
+    if (list_file := find_optional(source, "modules.json", **hub_options(source))) is None:
         return
     try:
         paths = [module["path"] for module in json.loads(Path(list_file).read_text())]

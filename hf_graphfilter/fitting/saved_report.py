@@ -12,7 +12,7 @@ from torch import nn
 from ..checkpoints.card import create_model_card
 from ..checkpoints.filter_card import FIGURES, check_card
 from ..errors import GraphFilterError, shown
-from ..files import DamagedFileError, read_json, write_text
+from ..files import DamagedFileError, find_optional, read_json, write_text
 from .report import ConversionReport
 
 CONVERSION_FILE = "conversion.json"
@@ -28,11 +28,8 @@ def load_conversion(source: str | Path, **hub_options: Any) -> ConversionReport 
     Raises:
         GraphFilterError: the file is damaged, or there is no such folder or repository.
     """
-    from transformers.utils import cached_file
-
-    missing_is_none = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
     try:
-        file = cached_file(str(source), CONVERSION_FILE, **missing_is_none, **hub_options)  # type: ignore[arg-type]
+        file = find_optional(str(source), CONVERSION_FILE, **hub_options)
     except OSError as error:
         raise GraphFilterError(f"no folder and no reachable Hub repository {shown(str(source))}: {error}") from error
     if file is None:
