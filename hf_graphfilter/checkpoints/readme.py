@@ -31,22 +31,24 @@ def write_readme(model: Any, directory: Any) -> None:
         return
     try:
         text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else None
+        if text is not None and not _is_signed_card(text):
+            return
         if patched_modules(model, required=False):
             from .card import create_model_card
 
             card = create_model_card(model, repo_id=f"path/to/{file.absolute().parent.name}", coefficients=False)
             if text is None or _describes_another_filter(text, json.loads(card.fields["configuration"])):
                 card.save(file)
-        elif text is not None and _is_signed_card(text):
+        elif text is not None:
             logger.warning("%s describes a graph filter, and the saved model has none: remove it", printable(file))
     except Exception as error:  # an error in the card must not stop the saving
         logger.warning("%s was not written (%s); create_model_card(model) makes it", printable(file), shown(error))
 
 
 def _describes_another_filter(text: str, record: Any) -> bool:
-    """Return whether a card was written by this package, for filters with another record."""
+    """Return whether a card of this package is for filters with another record."""
     block = re.search(r"^## Configuration\n+```json\n(.*?)\n```", text, re.M | re.S)
-    return block is not None and _is_signed_card(text) and json.loads(block[1]) != record
+    return block is not None and json.loads(block[1]) != record
 
 
 def write_hub_readme(model: Any, folder: Path, api: Any, repo_id: str) -> bool:
