@@ -237,8 +237,8 @@ def speech_tables() -> str:
     steps, encoder = read("speech-cpu-steps"), read("speech-cpu-encoder")
     if not steps:
         return "Not measured yet."
-    tables = [steps_table("training step", steps, "n", " seconds"), steps_table("encoder", encoder, "case")]
-    return "\n\n".join([where(steps), *tables])
+    parts = [where(steps), steps_table("training step", steps, "n", " seconds")]  # may be of different machines
+    return "\n\n".join([*parts, where(encoder), steps_table("encoder", encoder, "case")])
 
 
 def whisper_table() -> str:
