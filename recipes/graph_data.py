@@ -110,7 +110,8 @@ def _find_feature_sizes(settings: tuple[str, ...]) -> dict[str, list[int]]:
                 f"{MOST_VALUES - 1:,}, a row per node"
             )
         widths = Counter(table.shape[1] for table in tables)
-        largest = [t.max(0) for t in tables if t.shape[1] == widths.most_common(1)[0][0]]
+        width = widths.most_common(1)[0][0] if widths else None
+        largest = [table.max(0) for table in tables if table.shape[1] == width]
         sizes[f"{name[:-1]}_sizes"] = (np.max(largest, 0) + 1).astype(int).tolist() if largest else []
     return sizes
 
