@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from models import FAMILIES, checkpointed, random_graph, turn_on
+from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
 from typer.testing import CliRunner
@@ -355,6 +356,20 @@ def test_small_and_unconnected_graphs():
     distances = batch["kind_distances"][1][batch["pair_kinds"][1, :2, :2]]
     assert distances.tolist() == [[0, -1], [-1, 0]]
     assert GraphormerModel(config).eval()(**batch).last_hidden_state.isfinite().all()
+
+
+def test_batches_of_any_size_are_compiled_once():
+    model = build(FAMILY.config)
+    counter = CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=counter, dynamic=True)
+    for size in (3, 5, 8):
+        graphs = [random_graph(4 + size + i, FAMILY.config, seed=i) for i in range(size)]
+        batch = GraphCollator(FAMILY.config)(graphs)
+        batch.pop("labels")
+        expected = model(**batch).last_hidden_state
+        torch.testing.assert_close(compiled(**batch).last_hidden_state, expected, atol=1e-12, rtol=1e-12)
+    assert counter.frame_count == 1
 
 
 BAD = {

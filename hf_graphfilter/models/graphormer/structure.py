@@ -91,11 +91,11 @@ class PairBias(nn.Module):
             bias = bias + self._edge_bias(kind_distances, kind_edges)
         virtual = self.virtual_distance(pair_kinds.new_zeros(1))
         hidden = torch.full_like(virtual, torch.finfo(virtual.dtype).min)
-        table = torch.cat([bias.flatten(0, 1), virtual, hidden])  # (batch * kinds + 2, heads)
-        rows = pair_kinds + torch.arange(batch, device=pair_kinds.device)[:, None, None] * kinds
-        rows = F.pad(rows, (1, 0, 1, 0), value=batch * kinds)
+        table = torch.cat([virtual, hidden, bias.flatten(0, 1)])  # (2 + batch * kinds, heads)
+        rows = pair_kinds + 2 + torch.arange(batch, device=pair_kinds.device)[:, None, None] * kinds
+        rows = F.pad(rows, (1, 0, 1, 0))  # row 0, whose place is the same for every batch: torch.compile fixes it
         keys = F.pad(present, (1, 0), value=True)
-        rows = torch.where(keys[:, None, :], rows, batch * kinds + 1)
+        rows = torch.where(keys[:, None, :], rows, 1)
         looked_up = table.t().index_select(1, rows.flatten())
         return looked_up.unflatten(1, rows.shape).transpose(0, 1).contiguous()
 
