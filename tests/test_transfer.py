@@ -273,7 +273,7 @@ def test_batches_that_can_be_read_once_end():
     assert run(patched(), Once(batches()), holdout=batches()[:2]).stopped.startswith("the batches ended at step 6")
 
 
-def test_progress_counts_also_where_batches_reach_some_filters_only(tmp_path, monkeypatch):
+def test_progress_counts_also_where_batches_reach_some_filters_only(tmp_path, monkeypatch, ctrl_c):
     """AdamW then counts fewer steps than the fit."""
 
     class Either(torch.nn.Module):
