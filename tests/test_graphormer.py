@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import FAMILIES, checkpointed, random_graph, turn_on
+from filters import FILTERS
+from models import FAMILIES, checkpointed, output, random_graph, turn_on
 from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
@@ -358,17 +359,17 @@ def test_small_and_unconnected_graphs():
     assert GraphormerModel(config).eval()(**batch).last_hidden_state.isfinite().all()
 
 
-def test_batches_of_any_size_are_compiled_once():
-    model = build(FAMILY.config)
+@pytest.mark.parametrize("entry", [None, FILTERS["gfsa"]], ids=["baseline", "gfsa"])
+def test_batches_of_any_size_are_compiled_once(entry):
+    model = FAMILY.build().double()
+    if entry is not None:
+        turn_on(FAMILY.patch(model, entry))
     counter = CompileCounter()
     torch.compiler.reset()
     compiled = torch.compile(model, backend=counter, dynamic=True)
-    for size in (3, 5, 8):
-        graphs = [random_graph(4 + size + i, FAMILY.config, seed=i) for i in range(size)]
-        batch = GraphCollator(FAMILY.config)(graphs)
-        batch.pop("labels")
-        expected = model(**batch).last_hidden_state
-        torch.testing.assert_close(compiled(**batch).last_hidden_state, expected, atol=1e-12, rtol=1e-12)
+    for batch, tokens in ((3, 8), (5, 11), (8, 17)):
+        inputs = FAMILY.inputs(torch.float64, batch=batch, tokens=tokens)
+        torch.testing.assert_close(output(compiled, inputs), output(model, inputs), atol=1e-12, rtol=1e-12)
     assert counter.frame_count == 1
 
 

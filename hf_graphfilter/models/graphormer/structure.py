@@ -92,8 +92,9 @@ class PairBias(nn.Module):
         virtual = self.virtual_distance(pair_kinds.new_zeros(1))
         hidden = torch.full_like(virtual, torch.finfo(virtual.dtype).min)
         table = torch.cat([virtual, hidden, bias.flatten(0, 1)])  # (2 + batch * kinds, heads)
-        rows = pair_kinds + 2 + torch.arange(batch, device=pair_kinds.device)[:, None, None] * kinds
-        rows = F.pad(rows, (1, 0, 1, 0))  # row 0, whose place is the same for every batch: torch.compile fixes it
+        first = 2 + kinds * torch.arange(batch, device=pair_kinds.device)
+        # torch.compile takes the value of F.pad as a constant, so the virtual node has the same row in every batch: 0
+        rows = F.pad(pair_kinds + first[:, None, None], (1, 0, 1, 0))
         keys = F.pad(present, (1, 0), value=True)
         rows = torch.where(keys[:, None, :], rows, 1)
         looked_up = table.t().index_select(1, rows.flatten())
