@@ -1,4 +1,4 @@
-"""The two processes of test_distributed.py, started by processes.py with MODE FILTER DIR."""
+"""The two processes of test_distributed.py, started by processes.py with MODE FILTER DIR, or recipe FLAGS."""
 
 import copy
 import sys
@@ -31,6 +31,7 @@ from hf_graphfilter import (
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.patching.status import has_moved
+from recipes import runs, sequences
 
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -184,13 +185,18 @@ def converter(name, folder, rank):
 
 
 def accelerate_shards_on_the_cpu():
-    """accelerate turns FSDP on for GPUs only; all the rest of it runs on the CPU as well."""
-    original = AcceleratorState.__init__
+    """accelerate turns FSDP on for GPUs only; all the rest of it runs on the CPU as well.
+
+    A second Trainer makes the state anew, on a GPU with FSDP as before.
+    """
+    original, last = AcceleratorState.__init__, None
 
     def __init__(self, *args, fsdp_plugin=None, **kwargs):
+        nonlocal last
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        last = fsdp_plugin or last
+        if last is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, last
 
     AcceleratorState.__init__ = __init__
 
@@ -247,15 +253,25 @@ def training(mode, name, folder):
             torch.testing.assert_close(gathered(found.detach()), gathered(expected.detach()), atol=1e-7, rtol=1e-6)
     if mode == "fsdp2":
         whole.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        AcceleratorState(fsdp_plugin=whole.accelerator.state.fsdp_plugin)  # the second Trainer made it anew
     whole.save_model(folder / "final")
     dist.barrier()
     assert str(filter_status(BertForSequenceClassification.from_pretrained(folder / "final"))) == status
 
 
+def recipe(*argv):
+    """The recipe of sequences with these flags, under FSDP2."""
+    accelerate_shards_on_the_cpu()
+    runs.main(sequences.RECIPE, argv)
+    assert AcceleratorState().distributed_type == DistributedType.FSDP
+
+
 def main():
-    mode, name, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    mode, *rest = sys.argv[1:]
     torch.set_num_threads(1)
+    if mode == "recipe":
+        recipe(*rest)
+        return
+    name, folder = rest[0], Path(rest[1])
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if mode in ("gradients", "coefficients", "tensor_parallel", "converter"):

@@ -30,6 +30,7 @@ def main():
 
     sys.argv, code = sys.argv[1:], 0
     sys.path[0] = str(Path(sys.argv[0]).parent)
+    sys.path.append(str(Path(__file__).parents[1]))  # recipes
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as stop:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from PIL import Image
+from processes import run_two
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModel, BertConfig, BertModel, DistilBertConfig
 
@@ -191,6 +193,22 @@ def test_self_pretraining_is_carried_over_and_not_repeated(
     assert all(torch.equal(first[name], seen["before"][name]) for name in shared)
     record = json.loads((tmp_path / "run" / "seed-1" / "record.json").read_text())
     assert record["pretraining"] == before
+
+
+@pytest.mark.slow
+def test_self_pretraining_is_carried_over_under_fsdp2(tasks, tmp_path):
+    """The denoiser's weights are in shards, and those of the classifier still whole."""
+    options = ["--pretrain", "denoise", "--pretrain_lr", "1e-3", "--learning_rate", "0", "--filter_lr", "0"]
+    options += ["--save_strategy", "steps", "--save_steps", "1"]
+    argv = arguments("listops", tasks, tmp_path / "run", "--pooling", "mean", "--filter", "agf", *options)
+    plugin = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "TRANSFORMER_CLS_TO_WRAP": "BertLayer"}
+    plugin = {f"FSDP_{name}": value for name, value in {**plugin, "STATE_DICT_TYPE": "FULL_STATE_DICT"}.items()}
+    run_two(Path(__file__).with_name("distributed.py"), "recipe", *argv, ACCELERATE_USE_FSDP="true", **plugin)
+    denoiser, trained = (load_file(tmp_path / "run" / "seed-1" / x / "model.safetensors") for x in ("pretrained", ""))
+    shared = denoiser.keys() & trained.keys()
+    assert any("graph_filter" in name for name in shared)
+    for name in shared:
+        assert torch.equal(denoiser[name], trained[name]), name
 
 
 @pytest.mark.parametrize(
