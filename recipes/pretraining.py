@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.filters.core.attached import is_sharded
+from hf_graphfilter.filters.core.attached import gather
 from recipes.arguments import SequenceArguments
 from recipes.checkpoints import last_checkpoint
 from recipes.errors import is_main_process
@@ -78,8 +78,6 @@ def pretrain(
         if is_main_process():
             write_json(folder / RECORD, record)
     weights = model.state_dict()
-    learned = {name: value for name, value in denoiser.state_dict().items() if name in weights}
-    if any(is_sharded(value) for value in learned.values()):  # by FSDP2
-        learned = {name: value.full_tensor() for name, value in learned.items()}
+    learned = {name: gather(value) for name, value in denoiser.state_dict().items() if name in weights}
     model.load_state_dict(weights | learned)
     return record

@@ -1,4 +1,4 @@
-"""The two processes of test_distributed.py, started by processes.py with MODE FILTER DIR, or recipe FLAGS."""
+"""The two processes of test_distributed.py, started by processes.py with MODE FILTER DIR."""
 
 import copy
 import sys
@@ -31,7 +31,6 @@ from hf_graphfilter import (
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.patching.status import has_moved
-from recipes import runs, sequences
 
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -187,7 +186,7 @@ def converter(name, folder, rank):
 def accelerate_shards_on_the_cpu():
     """accelerate turns FSDP on for GPUs only; all the rest of it runs on the CPU as well.
 
-    A second Trainer makes the state anew, on a GPU with FSDP as before.
+    A second Trainer makes accelerate's state anew. On a GPU that state has FSDP again, so here it has it too.
     """
     original, last = AcceleratorState.__init__, None
 
@@ -258,20 +257,9 @@ def training(mode, name, folder):
     assert str(filter_status(BertForSequenceClassification.from_pretrained(folder / "final"))) == status
 
 
-def recipe(*argv):
-    """The recipe of sequences with these flags, under FSDP2."""
-    accelerate_shards_on_the_cpu()
-    runs.main(sequences.RECIPE, argv)
-    assert AcceleratorState().distributed_type == DistributedType.FSDP
-
-
 def main():
-    mode, *rest = sys.argv[1:]
+    mode, name, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
-    if mode == "recipe":
-        recipe(*rest)
-        return
-    name, folder = rest[0], Path(rest[1])
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if mode in ("gradients", "coefficients", "tensor_parallel", "converter"):

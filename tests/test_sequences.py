@@ -195,15 +195,18 @@ def test_self_pretraining_is_carried_over_and_not_repeated(
     assert record["pretraining"] == before
 
 
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+FSDP2 |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}
+
+
 @pytest.mark.slow
-def test_self_pretraining_is_carried_over_under_fsdp2(tasks, tmp_path):
-    """The denoiser's weights are in shards, and those of the classifier still whole."""
+@pytest.mark.parametrize("task", ["listops", "BasicMotions"])
+def test_self_pretraining_is_carried_over_under_fsdp2(task, tasks, tmp_path):
+    """The denoiser's parameters are in shards; its buffers and the classifier are whole."""
     options = ["--pretrain", "denoise", "--pretrain_lr", "1e-3", "--learning_rate", "0", "--filter_lr", "0"]
     options += ["--save_strategy", "steps", "--save_steps", "1"]
-    argv = arguments("listops", tasks, tmp_path / "run", "--pooling", "mean", "--filter", "agf", *options)
-    plugin = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "TRANSFORMER_CLS_TO_WRAP": "BertLayer"}
-    plugin = {f"FSDP_{name}": value for name, value in {**plugin, "STATE_DICT_TYPE": "FULL_STATE_DICT"}.items()}
-    run_two(Path(__file__).with_name("distributed.py"), "recipe", *argv, ACCELERATE_USE_FSDP="true", **plugin)
+    argv = arguments(task, tasks, tmp_path / "run", "--pooling", "mean", "--filter", "agf", *options)
+    run_two(Path(__file__).with_name("recipe_in_processes.py"), *argv, **FSDP2)
     denoiser, trained = (load_file(tmp_path / "run" / "seed-1" / x / "model.safetensors") for x in ("pretrained", ""))
     shared = denoiser.keys() & trained.keys()
     assert any("graph_filter" in name for name in shared)

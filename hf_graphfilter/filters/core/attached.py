@@ -105,8 +105,7 @@ def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str
 
             stack.enter_context(deepspeed.zero.GatheredParameters(partitioned))
         tensors = {name: tensor.detach() for name, tensor in read(graph_filter).items()}
-        gathered = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
-        return {name: t.to("cpu", copy=True) for name, t in gathered.items()}
+        return {name: gather(t).to("cpu", copy=True) for name, t in tensors.items()}
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -116,6 +115,11 @@ def is_offloaded(module: nn.Module) -> bool:
         for part in module.modules()
         for parameter in part.parameters(recurse=False)
     )
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return a tensor whole that FSDP2 may have sharded; if it has, all processes must call."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
