@@ -496,7 +496,7 @@ def test_a_sliding_window_that_is_gone_back_in(entry, grad):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.feature("Generation: a cache filled by the plain model", family="llama")
+@pytest.mark.feature("Generation: a cache filled by the unpatched model", family="llama")
 @DECODING
 def test_a_cache_from_the_plain_model_is_refused(entry, refuses):
     model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]

@@ -144,7 +144,7 @@ def compare(verdict: Verdict, models: dict, filtered: dict) -> None:
     elif len(filtered) > 1:
         expected = filtered[backend][1]
     else:
-        raise NotHere("one backend only, and explicit matrices do not give the plain model")
+        raise NotHere("one backend only, and explicit matrices do not give the unpatched model")
     for name, (_, found) in filtered.items():
         if (far := distance(found, expected)) > 1e-4:
             raise Wrong(f"{name}: differs from explicit matrices by {far:.1e}")
