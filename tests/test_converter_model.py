@@ -486,6 +486,13 @@ def test_configs_that_cannot_be(message):
         ConverterConfig(**BAD_CONFIGS[message])
 
 
+def test_overrides_of_a_checkpoint_are_checked(tmp_path):
+    ConverterConfig(kernel="jackson").save_pretrained(tmp_path)
+    with pytest.raises(GraphFilterError, match="pooling='sum': use one of"):
+        ConverterConfig.from_pretrained(tmp_path, pooling="sum")
+    assert ConverterConfig.from_pretrained(tmp_path, pooling="max").pooling == "max"
+
+
 def test_inputs_that_cannot_be():
     model, ids = build(position_embedding="absolute", max_position_embeddings=5), tokens()
     with pytest.raises(GraphFilterError, match="7 tokens, and max_position_embeddings is 5"):

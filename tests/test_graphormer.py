@@ -29,7 +29,7 @@ from hf_graphfilter import (
     filter_status,
     patch_model,
 )
-from hf_graphfilter.analysis import smoothing
+from hf_graphfilter.analysis import branch_report, smoothing
 from hf_graphfilter.cli import app
 from hf_graphfilter.graphs import GraphCollator, GraphDataset, from_smiles, prepare_graph
 
@@ -195,6 +195,21 @@ def test_half_precision_keeps_the_digits_of_standardized_targets():
     batch = GraphCollator(plain.config)([random_graph(5, plain.config, 0)])
     expected = plain(**batch).logits.float() * 10 - 400
     torch.testing.assert_close(scaled(**batch).logits, expected, rtol=0, atol=1e-3)
+
+
+def test_autocast_keeps_the_digits_of_predictions():
+    """The head would round them to steps of 2 here, eight times their standard deviation."""
+    torch.manual_seed(0)
+    config = config_with(initializer_range=0.1)
+    model, collate = GraphormerForGraphPrediction(config).eval(), GraphCollator(config)
+    torch.nn.init.constant_(model.classifier.bias, 400.0)
+    batch = collate([random_graph(n, config, n) for n in range(2, 18)])
+    with torch.no_grad():
+        expected = model(**batch).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(**batch).logits
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0.1 * expected.std().item())
 
 
 @pytest.mark.parametrize("loss", ["l1", "mse"])
@@ -524,7 +539,11 @@ def test_labels_and_inputs_that_do_not_fit():
         ({"node_feature_sizes": []}, "node_feature_sizes must list"),
         ({"node_feature_sizes": 28}, "node_feature_sizes must list the number of values of each feature, got 28"),
         ({"edge_feature_sizes": 4}, "edge_feature_sizes must list the number of values of each feature, got 4"),
+        ({"node_feature_sizes": np.array([28, 4])}, "node_feature_sizes must list the number of values"),
         ({"hidden_size": 81}, "no multiple of num_attention_heads"),
+        ({"initializer_range": -1.0}, "initializer_range must be a number >= 0, got -1"),
+        ({"initializer_range": "x"}, "initializer_range must be a number >= 0, got 'x'"),
+        ({"directed": "no"}, "directed must be True or False, got 'no'"),
         ({"attention_dropout": 1.0}, r"must be in \[0, 1\)"),
         ({"label_std": [0.0]}, "above 0"),
         ({"label_mean": [0.0, 1.0]}, "1 finite numbers"),
@@ -538,6 +557,38 @@ def test_labels_and_inputs_that_do_not_fit():
 def test_bad_configs_are_refused(options, message):
     with pytest.raises(GraphFilterError, match=message):
         GraphormerConfig(**options)
+
+
+def test_overrides_of_a_checkpoint_are_checked_together(tmp_path, transformers_warnings):
+    config = GraphormerConfig(**ZINC, num_hidden_layers=1, label_mean=[5.0], label_std=[3.0])
+    GraphormerForGraphPrediction(config).save_pretrained(tmp_path)
+    load = GraphormerForGraphPrediction.from_pretrained
+    for options, message in (
+        ({"loss": "mae"}, "loss='mae'"),
+        ({"pooling": "max"}, "pooling='max'"),
+        ({"problem_type": "multi_label_classification"}, "label_mean needs problem_type=.regression."),
+    ):
+        with pytest.raises(GraphFilterError, match=message):
+            load(tmp_path, **options)
+    assert load(tmp_path, loss="mse").config.loss == "mse"
+    without = {"label_mean": None, "label_std": None}
+    three = load(tmp_path, num_labels=3, **without, ignore_mismatched_sizes=True)
+    assert len(transformers_warnings) == 2  # of transformers, on the number of labels and the new head
+    transformers_warnings.clear()
+    assert (three.config.num_labels, three.config.label_mean, three.classifier.out_features) == (3, None, 3)
+    loaded, unused = AutoConfig.from_pretrained(tmp_path, loss="mse", other=1, return_unused_kwargs=True)
+    assert (loaded.loss, unused) == ("mse", {"other": 1})
+
+
+def test_the_parts_of_filters_are_measured_per_label():
+    """However many targets of a graph are missing, and however graphs are put into batches."""
+    config = GraphormerConfig(**ZINC, num_hidden_layers=1, initializer_range=0.3, num_labels=2)
+    model = patch_model(build(config, GraphormerForGraphPrediction), "gfsa", w_K=0.1)
+    collate = GraphCollator(config)
+    labels = ([1.0, 2.0], [math.nan, 50.0], [3.0, 0.0], [4.0, math.nan])
+    graphs = [random_graph(n + 2, config, n) | {"labels": y} for n, y in enumerate(labels)]
+    together, alone = (branch_report(model, b) for b in ([collate(graphs)], [collate([graph]) for graph in graphs]))
+    assert [part.value for part in alone] == pytest.approx([part.value for part in together], rel=1e-5)
 
 
 def test_analysis_leaves_padding_out():

@@ -108,9 +108,11 @@ def _mean_loss(batches: list[Any]) -> Measure:
 
 
 def _terms(model: nn.Module, batch: dict[str, Any]) -> int:
-    """Return the number of terms in a batch's mean loss: token labels that are not masked, or sequences."""
+    """Return the number of terms in a batch's mean loss: labels that are not missing or masked, or sequences."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
+    if isinstance(labels, Tensor) and labels.is_floating_point():
+        return int(labels.isnan().logical_not().sum())
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
         return len(next(x for x in batch.values() if isinstance(x, Tensor)))
     inner: Any = unwrapped(model)
     shifted = hasattr(inner, "can_generate") and inner.can_generate() and not inner.config.is_encoder_decoder

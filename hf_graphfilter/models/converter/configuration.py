@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from ...errors import GraphFilterError, shown
+from ..configuration import CheckedConfig
 
 if TYPE_CHECKING:
     from ...functional import Kernel
@@ -29,7 +30,7 @@ SIZES = (
 DROPOUTS = ("position", "embedding", "value", "feed_forward", "eigenvalue", "eigenvector", "classifier")
 
 
-class ConverterConfig(PreTrainedConfig):
+class ConverterConfig(CheckedConfig):
     """Config of ``ConverterModel`` and of the models with a head on it.
 
     The defaults are those of the paper's classification of bytes (Table 8, "Text").

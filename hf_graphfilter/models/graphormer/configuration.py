@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, get_args
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 from transformers.activations import ACT2FN
 
 from ...errors import GraphFilterError, has_type, nearest, shown
+from ..configuration import CheckedConfig
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 CHOICES = {
@@ -32,7 +33,7 @@ SIZES = (
 ATOMS, BONDS = (119, 5, 12, 12, 10, 6, 6, 2, 2), (5, 6, 2)  # of OGB's molecules and of ``graphs.from_smiles``
 
 
-class GraphormerConfig(PreTrainedConfig):
+class GraphormerConfig(CheckedConfig):
     """Config of ``GraphormerModel`` and ``GraphormerForGraphPrediction``.
 
     The defaults are Graphormer-slim, which GFSA's paper trains on ZINC (section 4.4 and appendix H), for molecules
@@ -120,7 +121,7 @@ class GraphormerConfig(PreTrainedConfig):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise GraphFilterError(f"GraphormerConfig: {name} must be an integer >= 1, got {shown(value)}")
         for name, least in (("node_feature_sizes", 1), ("edge_feature_sizes", 0)):
-            sizes = getattr(self, name) or ()
+            sizes = () if (sizes := getattr(self, name)) is None else sizes
             sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
             if not has_type(sizes, list[int]) or len(sizes) < least or any(size < 1 for size in sizes):
                 raise GraphFilterError(
@@ -136,6 +137,11 @@ class GraphormerConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, float | int) or not 0 <= value < 1:
                 raise GraphFilterError(f"GraphormerConfig: {name} must be in [0, 1), got {shown(value)}")
+        value = self.initializer_range
+        if not isinstance(value, float | int) or not 0 <= value < math.inf:
+            raise GraphFilterError(f"GraphormerConfig: initializer_range must be a number >= 0, got {shown(value)}")
+        if not isinstance(self.directed, bool):
+            raise GraphFilterError(f"GraphormerConfig: directed must be True or False, got {shown(self.directed)}")
         super().__post_init__(**kwargs)
         if not self.num_labels:
             raise GraphFilterError("GraphormerConfig: num_labels must be >= 1")

@@ -15,6 +15,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.models.mbart.modeling_mbart import MBartAttention, MBartEncoderLayer
 from transformers.utils import can_return_tuple
+from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...errors import GraphFilterError
@@ -181,7 +182,7 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
     ) -> SequenceClassifierOutput:
         inputs = (node_features, in_degree, out_degree, pair_kinds, kind_distances, kind_edges, attention_mask)
         out = self.graphormer(*inputs, **{**kwargs, "return_dict": True})
-        logits = self.classifier(self._pool(out.last_hidden_state, attention_mask))
+        logits = self._predict(self._pool(out.last_hidden_state, attention_mask))
         config = self.config
         if config.label_std is not None or config.label_mean is not None:  # half precision would round to their digits
             logits = logits.float() if logits.element_size() < 4 else logits
@@ -202,6 +203,12 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
             return nodes.mean(1)
         present = attention_mask.to(nodes.dtype).unsqueeze(-1)
         return (nodes * present).sum(1) / present.sum(1).clamp(min=1)
+
+    def _predict(self, pooled: Tensor) -> Tensor:
+        """Return the output of the head in the precision of its weights, since autocast would round its digits."""
+        weight = self.classifier.weight
+        with maybe_autocast(pooled.device.type, enabled=False):
+            return self.classifier(pooled.to(weight.dtype) if weight.is_floating_point() else pooled)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self.config.problem_type == "single_label_classification":
