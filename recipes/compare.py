@@ -77,8 +77,11 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     if values.get("push_to_hub"):
         raise GraphFilterError("a comparison pushes nothing: run the recipe itself with --push_to_hub and one seed")
     chosen = choose_variants(settings, values, sections, options.sweep, options.variants)
-    resolved = {}
+    resolved, folders = {}, {}
     for variant, overrides in chosen.items():
+        folder = name_folder(variant)
+        if (other := folders.setdefault(folder, variant)) != variant:
+            raise GraphFilterError(f"{other!r} and {variant!r} would share the folder {folder}: rename one of them")
         resolved[variant] = settings.override(values, overrides, f" in the variant {variant!r}")
         settings.check(resolved[variant])
     require("matplotlib", "plots", "the figure of a comparison")
@@ -106,6 +109,9 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             order = [*dict.fromkeys([*variants, *(run["variant"] for run in runs_of_all)])]
             unique_runs = {(run["seed"], order.index(run["variant"])): run for run in runs_of_all}
             content["runs"] = [unique_runs[run] for run in sorted(unique_runs)]  # written also if the next line raises
+            if options.sweep is not None:  # one table, in which all else is the same
+                others = {v: settings.override(values, overrides) for v, overrides in variants.items()}
+                check_settings(settings, others, content, file)
             check_settings(settings, resolved, content, file)
             content |= {**metadata, "variants": variants}
             content["model"] = options.model_name or content.get("model") or Path(values["model"]).name
@@ -126,7 +132,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     while missing:
         for seed, variant in missing:
             tell(console, f"{name_variant(variant)}, seed {seed}")
-            folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
+            folder = root / name_folder(variant) / f"seed-{seed}"
             is_finished, start_time = (folder / records.RECORD).is_file(), time.monotonic()
             try:
                 record = runs.run_seed(settings, resolved[variant], seed, folder, console)
@@ -158,6 +164,11 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             tell(console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})")
             console.print(comparison)
             tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
+
+
+def name_folder(variant: str) -> str:
+    """Return the name of the folder of a variant's runs."""
+    return variant.replace(" ", "-").replace("/", "-").replace(",", "")
 
 
 def check_settings(settings: Settings, resolved: dict[str, Any], content: dict[str, Any], file: Path) -> None:

@@ -47,7 +47,8 @@ def run(args, training):
     data = cut(parts, args)
     # Graphs of similar size are evaluated together: a batch is padded to its largest.
     data = {k: v if k == "train" else v.select(np.argsort(v.sizes, kind="stable")) for k, v in data.items()}
-    targets = data["train"].labels
+    labels = read_labels(data)
+    targets = labels["train"]
     target_names = args.target.split(",") if args.target else [f"target {i + 1}" for i in range(targets.shape[1])]
     if (is_missing := np.isnan(targets).all(0)).any():
         raise GraphFilterError(f"{target_names[int(is_missing.argmax())]} has no number in the training part")
@@ -57,7 +58,7 @@ def run(args, training):
     if config.problem_type == "regression" and standardize:
         config.label_mean, spread = np.nanmean(targets, 0).tolist(), np.nanstd(targets, 0)
         config.label_std = np.where(spread > 0, spread, 1).tolist()
-    check_labels(data, config.problem_type == "multi_label_classification")
+    check_labels(labels, config.problem_type == "multi_label_classification")
     set_seed(training.seed)
     model = GraphormerForGraphPrediction(config)
     patch(args, model)
@@ -75,13 +76,24 @@ def run(args, training):
     return {**outcome, "split": split, "rows": rows, "left_out": left_out, "task_type": "graph-ml"}
 
 
-def check_labels(data, yes_or_no):
-    """Raise before training for labels with which a part could not be evaluated after it."""
-    width = data["train"].labels.shape[1]
+def read_labels(data):
+    """Return the labels of each part, (graphs, targets)."""
+    labels = {}
     for part, graphs in data.items():
-        if (found := graphs.labels.shape[1]) != width:
+        try:
+            labels[part] = graphs.labels
+        except GraphFilterError as error:
+            raise GraphFilterError(f"the {part} part: {error}; without them it cannot be evaluated") from error
+    return labels
+
+
+def check_labels(labels_by_part, yes_or_no):
+    """Raise before training for labels with which a part could not be evaluated after it."""
+    width = labels_by_part["train"].shape[1]
+    for part, labels in labels_by_part.items():
+        if (found := labels.shape[1]) != width:
             raise GraphFilterError(f"the {part} part has {found} labels per graph, and the train part {width}")
-        known = graphs.labels[np.isfinite(graphs.labels)]
+        known = labels[np.isfinite(labels)]
         if yes_or_no and len(wrong := known[~np.isin(known, (0, 1))]):
             raise GraphFilterError(f"the {part} part has the label {wrong[0]:g}: yes is 1, no is 0")
 
@@ -133,8 +145,11 @@ def check(args, training):
         raise GraphFilterError(f"--target {args.target}: {args.task} has one target, {kind.target}")
     if args.bad_graphs not in ("skip", "error"):
         raise GraphFilterError(f"--bad_graphs {args.bad_graphs}: it is skip or error")
-    if parse_options(args.from_scratch).get("problem_type") == "single_label_classification":
-        raise GraphFilterError("this recipe scores yes/no targets: use problem_type=multi_label_classification")
+    if str(problem := parse_options(args.from_scratch).get("problem_type")).endswith("classification"):
+        raise GraphFilterError(
+            f"--from_scratch problem_type={problem}: the task sets it; molecule-classes and graph-classes have yes/no "
+            "targets (multi_label_classification), the others are regressions"
+        )
 
 
 RECIPE = Recipe(
@@ -149,6 +164,8 @@ RECIPE = Recipe(
         "learning_rate": 1e-3,
     },
     description=__doc__,
+    places={name: task.files for name, task in TASKS.items()},
+    from_scratch=True,
     arguments=(GraphArguments, Seq2SeqTrainingArguments),
     check=check,
 )

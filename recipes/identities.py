@@ -21,7 +21,9 @@ OWN_DATA = ("text", "texts", "ratings", "folder")
 OPTIONS = ("filter_options", "from_scratch", "model_options")  # as NAME=VALUE, in any order
 OF_FILTERS = {"filter_options", "filter_lr", "layers"}
 MARKS = "contents"
-VISIBLE = "visible "  # before the name of a mark: without the files in hidden folders, which earlier records count
+# before the name of a mark
+VISIBLE = "visible "  # without the files in hidden folders, which earlier records count
+TABLE = "table "  # of the table of the task alone, whose folder earlier records count
 MODELS = ("model", "tokenizer", "checkpoint")
 LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".txt", ".model"}  # beside cards, records and checkpoints
 TABLES = {".csv", ".tsv", ".json", ".jsonl"}
@@ -29,14 +31,14 @@ ROWS = "per_device_train_batch_size"
 READ = 256  # files of a folder whose contents are looked at, evenly chosen: of more images, say, only the names besides
 
 
-def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
+def identity(values: dict[str, Any], places: str | tuple[str, ...] = "") -> dict[str, Any]:
     """Return the settings that a run depends on; a local file is replaced by its name and a hash of its content.
 
     The rows of a batch are those of all processes together.
 
     Args:
         values: the settings of the run.
-        folder: the folder below ``data`` that may hold the task.
+        places: the folder, or names of the table, below ``data`` that may hold the task.
     """
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
     result = {k: v for k, v in settings.items() if k not in INCIDENTAL and k != "seed"}
@@ -58,9 +60,13 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
     if "data" not in settings:
         marks["data"] = ""  # of the Hub, whatever it holds
     elif os.path.exists(settings["data"]):
-        data = Path(settings["data"], folder) if Path(settings["data"], folder).is_dir() else Path(settings["data"])
-        sizes, data_marks = mark_data(str(data))
+        data = Path(settings["data"])
+        paths = [data / name for name in ([places] if isinstance(places, str) else places)]
+        found = next((path for path in paths if path.exists()), data)
+        sizes, data_marks = mark_data(str(found if found.is_dir() else data))
         marks |= data_marks
+        if found.is_file() and found != data:
+            marks[f"{TABLE}data"] = mark_data(str(found))[1]["data"]
         if settings.get("task") in OWN_DATA:
             result["data"] = sizes
     return {**result, MARKS: marks} if marks else result
@@ -69,7 +75,7 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
 def list_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Return the names of what differs between two identities; earlier ones had no marks to compare."""
     marks, other_marks = a.get(MARKS, {}), b.get(MARKS, {})
-    shared = {k for k in {*marks} & {*other_marks} if not k.startswith(VISIBLE)}
+    shared = {k for k in {*marks} & {*other_marks} if not k.startswith((VISIBLE, TABLE))}
     ignored = INCIDENTAL | {MARKS}
     if "data" not in shared and "data" in a and "data" in b:
         ignored -= {"data"}  # the sizes of earlier records
@@ -80,8 +86,8 @@ def list_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _hashes(name: str, marks: dict[str, str]) -> set[str]:
-    """Return the hashes of some files with and without those in hidden folders; one that two runs share is enough."""
-    return {marks[key] for key in (name, VISIBLE + name) if key in marks}
+    """Return the hashes of all files, of those in no hidden folder, of the table; one that two runs share is enough."""
+    return {marks[key] for key in (name, VISIBLE + name, TABLE + name) if key in marks}
 
 
 def _unordered(name: str, value: Any) -> Any:

@@ -79,6 +79,10 @@ def split_rows(
     split = split or next((method for name, method in COLUMNS.items() if name in table.columns), "random")
     if split == "given" and ranges:
         ends = np.cumsum(ranges)
+        if len(table) < ends[-1]:
+            raise GraphFilterError(
+                f"{file} has {len(table):,} rows, and the official split needs {ends[-1]:,}: is it the whole table?"
+            )
         return {"train": order[: ends[0]], "validation": order[ends[0] : ends[1]]}, "official"
     column = next(name for name, method in COLUMNS.items() if method == split)
     if column in table.columns:

@@ -3,6 +3,7 @@
 Read it from ``main`` on, which stands first.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import datasets
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
 from transformers.integrations import unset_hf_deepspeed_config
 
 from hf_graphfilter import GraphFilterError, create_model_card, filter_status
@@ -182,7 +184,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     results = [EvalResult(**task, dataset_split=part, metric_type=name, metric_value=v) for part, name, v in scores]
     comparison = describe_comparison(settings, record, values)
     values = settings.defaults | values
-    from_scratch = values.get("from_scratch") or values.get("pretrained") is False
+    from_scratch = settings.recipe.from_scratch or values.get("from_scratch") or values.get("pretrained") is False
     method = "Trained from scratch" if from_scratch and not values.get("checkpoint") else "Fine-tuned"
     summary = f"{method} on {markdown_text(record['task'])} with seed {record['seed']}"
     description = f"## Training\n\n{summary}; every setting and number is in `{records.RECORD}`.{comparison}"
@@ -217,6 +219,8 @@ def hub(values: dict[str, Any], kept: str) -> Iterator[HfApi]:
     api = HfApi(token=values.get("hub_token"))
     try:
         yield api
+    except HFValidationError as error:
+        raise GraphFilterError(f"--hub_model_id {values.get('hub_model_id')}: {line(error)}; {kept}") from error
     except NETWORK_ERRORS as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = "refused the token (hf auth login, or --hub_token)" if status in (401, 403) else line(error)
@@ -226,7 +230,7 @@ def hub(values: dict[str, Any], kept: str) -> Iterator[HfApi]:
 def create_repository(values: dict[str, Any]) -> str:
     """Make the repository before any training, so that a wrong token costs no time; return its full name."""
     default = f"{Path(values['model']).name}-{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
-    name = values.get("hub_model_id") or default
+    name = values.get("hub_model_id") or re.sub(r"[^\w.-]+", "-", default, flags=re.ASCII)
     with hub(values, "nothing is lost") as api:
         return api.create_repo(name, private=values.get("hub_private_repo"), exist_ok=True).repo_id
 

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArgume
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_options
-from hf_graphfilter.errors import nearest
+from hf_graphfilter.errors import has_type, nearest
 from hf_graphfilter.filters import get_filter, import_filters
 from hf_graphfilter.filters.core.registry import UnknownFilterError
 from hf_graphfilter.patching.layers import parse_layers
@@ -40,7 +40,8 @@ class Recipe:
     defaults: dict[str, Any]  # settings under those of a YAML file and the flags
     description: str  # for --help
     known: Callable[[str], bool] = lambda task: False  # whether a task that is not in metrics is one (any text, say)
-    folders: dict[str, str] = field(default_factory=dict)  # below --data, in which tasks are looked for
+    places: dict[str, str | tuple[str, ...]] = field(default_factory=dict)  # below --data, that may hold a task
+    from_scratch: bool = False  # whether every run trains a new model
     arguments: tuple[type, ...] = (RecipeArguments, Seq2SeqTrainingArguments)  # the last has output_dir and seed
     smoke: dict[str, Any] = field(default_factory=dict)  # settings of --smoke, besides the general ones
     load: Callable[[Path], Any] = load_model  # a saved checkpoint
@@ -89,8 +90,8 @@ class Settings:
         file = read_yaml(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
         for key, section in sections.items():
-            kind, kind_name = ((list, str), "list") if key == "sweep" else (dict, "dict")
-            if not isinstance(section, dict) or not all(v is None or isinstance(v, kind) for v in section.values()):
+            kind, kind_name = (list | str, "list") if key == "sweep" else (dict, "dict")
+            if not has_type(section, dict[str, kind | None]):
                 raise GraphFilterError(f"`{key}` in {config} must hold, by names, a {kind_name} each: {section!r}")
         for task in sections["tasks"]:
             self._check_task(task)
@@ -229,7 +230,7 @@ class Settings:
     def identity(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the identity of a run, see ``identities``."""
         rows = {k: v for k, v in self.defaults.items() if k == ROWS}
-        return identity(rows | values, self.recipe.folders.get(values["task"], ""))
+        return identity(rows | values, self.recipe.places.get(values["task"], ""))
 
     def _check_task(self, task: str) -> None:
         if task not in self.recipe.metrics and not self.recipe.known(task):

@@ -60,11 +60,13 @@ def _choose(
         raise GraphFilterError("--variants chooses from the `variants` of a YAML file, which this comparison has not")
     if sweep is not None:
         axes = dict(axis.partition("=")[::2] for axis in sweep) or sections["sweep"]
+        if len(axes) < len(sweep):
+            raise GraphFilterError("--sweep names an axis twice: write all of its values in one, K=2,3,4")
         axes = {
             k: v.split(",") if isinstance(v, str) else [_as_text(x, k in settings.actions) for x in v]
             for k, v in axes.items()
         }
-        if not axes or not all(all(v) for v in axes.values()):
+        if not axes or not all(v and all(v) for v in axes.values()):
             raise GraphFilterError("--sweep needs axes, K=2,3,4 layers=all,even, or a `sweep` in the YAML file")
         if values.get("filter") == "none":
             raise GraphFilterError("--sweep varies a filter, but --filter is none")
@@ -90,7 +92,7 @@ def _choose(
 def _as_text(value: Any, is_setting: bool) -> str:
     """Return a value of a YAML file as it is written on the command line, that of an option of the filter in JSON."""
     if is_setting or isinstance(value, str):
-        return str(value)
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return json.dumps(value, separators=(",", ":"), default=str)
 
 

@@ -559,6 +559,16 @@ def test_bad_configs_are_refused(options, message):
         GraphormerConfig(**options)
 
 
+def test_a_graph_without_edges_in_any_container():
+    """``datasets`` gives empty lists as arrays of objects in NumPy's format."""
+    config = GraphormerConfig(**ZINC)
+    alone = {"node_features": [6], "edge_index": np.zeros((2, 0)), "edge_features": []}
+    expected = prepare_graph(alone, config)
+    for empty in (np.array([], dtype=object), np.zeros((0, 1), dtype=object)):
+        ready = prepare_graph({**alone, "edge_features": empty}, config)
+        assert all(np.array_equal(ready[name], value) for name, value in expected.items())
+
+
 def test_overrides_of_a_checkpoint_are_checked_together(tmp_path, transformers_warnings):
     config = GraphormerConfig(**ZINC, num_hidden_layers=1, label_mean=[5.0], label_std=[3.0])
     GraphormerForGraphPrediction(config).save_pretrained(tmp_path)
@@ -638,8 +648,9 @@ def test_reading_molecules_leaves_the_logs_of_rdkit_as_they_were(silenced):
             RDLogger.DisableLog("rdApp.*")
         before = rdBase.LogStatus()
         from_smiles("CCO")
-        with pytest.raises(GraphFilterError):
-            from_smiles("no molecule")
+        for unreadable in ("no molecule", "\udc80"):
+            with pytest.raises(GraphFilterError):
+                from_smiles(unreadable)
         assert rdBase.LogStatus() == before
     finally:
         for level in ("warning", "error"):
@@ -859,13 +870,42 @@ def test_a_wrong_class_in_any_part_is_named_before_training(recipe, tmp_path, pa
     assert f"the {part} part has the label 2: yes is 1, no is 0" in capsys.readouterr().err
 
 
-def test_parts_with_other_numbers_of_labels_are_named_before_training(recipe, tmp_path, capsys):
-    for part, labels in {"train": [1, 0], "valid": [1, 0], "test": [1]}.items():
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ([1], "the test part has 1 labels per graph, and the train part 2"),
+        (None, "the test part: these graphs have no labels; without them it cannot be evaluated"),
+    ],
+)
+def test_parts_with_other_numbers_of_labels_are_named_before_training(recipe, tmp_path, capsys, last, message):
+    for part, labels in {"train": [1, 0], "valid": [1, 0], "test": last}.items():
         graph = {"node_features": [1, 2], "edge_index": [[0], [1]], "labels": labels}
         (tmp_path / f"{part}.jsonl").write_text("\n".join([json.dumps(graph)] * 3))
     with pytest.raises(SystemExit):
         recipe("--task", "graphs", "--data", tmp_path)
-    assert "the test part has 1 labels per graph, and the train part 2" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_the_card_says_that_the_model_was_trained_from_scratch(recipe, tmp_path):
+    """Also of the default sizes, for which no flag says so."""
+    from recipes import graphs, runs
+
+    graph = {"node_features": [1, 2], "edge_index": [[0], [1]], "labels": 0.5}
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"{part}.jsonl").write_text("\n".join([json.dumps(graph)] * 2))
+    flags = [*QUIET.split(), "--save_strategy", "steps", "--max_steps", "1", "--output_dir", "out"]
+    runs.main(graphs.RECIPE, ["--task", "graphs", "--data", str(tmp_path), *flags])
+    card = (tmp_path / "out" / "seed-1" / "README.md").read_text()
+    assert "Trained from scratch on graphs" in card
+    assert "base_model" not in card
+
+
+def test_a_part_of_an_official_table_is_refused(recipe, tmp_path, capsys):
+    pytest.importorskip("rdkit")
+    (tmp_path / "data.csv.gz").write_bytes(gzip.compress(b"smiles,homolumogap" + b"\nCC,1" * 20))
+    with pytest.raises(SystemExit):
+        recipe("--task", "pcqm4mv2", "--data", tmp_path)
+    assert "data.csv.gz has 20 rows, and the official split needs 3,452,151: is it the whole" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["zinc12k_graphs.npz", "hiv.csv.gz"])
@@ -908,6 +948,7 @@ def test_zinc_is_read_from_its_folder(recipe):
         (("--task", "pcqm4mv2"), "it is at https://ogb.stanford.edu"),
         (("--task", "zinc-full", "--data", "here"), "read from the Hub: leave out --data"),
         (("--from_scratch", "problem_type=single_label_classification"), "multi_label_classification"),
+        (("--from_scratch", "problem_type=multi_label_classification"), "graph-classes have yes/no targets"),
     ],
 )
 def test_recipe_refuses_what_it_cannot_do(argv, message, capsys):

@@ -1174,6 +1174,24 @@ def test_files_that_are_no_data_do_not_change_a_run(task, tmp_path):
         assert identities.list_differences(other, of_now()) == ["the files of data"]
 
 
+def test_a_run_depends_on_the_table_of_its_task_alone(tmp_path):
+    """Also where its folder holds others; earlier records have a mark of the folder."""
+
+    def of_now():
+        identities.mark_data.cache_clear()
+        return identities.identity({"task": "esol", "data": str(tmp_path)}, ("raw/esol.csv", "esol.csv"))
+
+    (tmp_path / "esol.csv").write_text("smiles,y")
+    before = of_now()
+    earlier = before | {"contents": {k: v for k, v in before["contents"].items() if k == "data"}}
+    assert identities.list_differences(earlier, of_now()) == []
+    (tmp_path / "other.csv").write_text("smiles,y")
+    assert identities.list_differences(before, of_now()) == []
+    assert identities.list_differences(earlier, of_now()) == ["the files of data"]
+    (tmp_path / "esol.csv").write_text("smiles,z")
+    assert identities.list_differences(before, of_now()) == ["the files of data"]
+
+
 def test_the_marks_of_data_stay_those_of_earlier_records(tmp_path, monkeypatch):
     """Of 600 tables, notes, an image, and hidden files and folders, which are listed once."""
     files = {f"{number}.csv": f"text,label\n{number},a\n" for number in range(600)}
@@ -1687,7 +1705,7 @@ def test_configurations_for_a_laptop_need_no_flag(pays, asked, monkeypatch, caps
     assert asked == [("gfsa", 1, True)], "asked for on the command line"
 
 
-def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):
+def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path, capsys):
     argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1]
     compare.main(
         ["glue", *map(str, argv), "--results", str(tmp_path), "--sweep", "K=1,3", "layers=all,even", "--max_steps", "1"]
@@ -1703,6 +1721,9 @@ def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):
     found = json.loads((tmp_path / "glue-cola-sweep.json").read_text())
     assert list(found["summary"]) == [*names, "K=2, layers=all"], "what was run before stays"
     assert len(found["runs"]) == 6
+    with pytest.raises(SystemExit):
+        compare.main([*argv, "--sweep", "K=4", "layers=all", "--filter_lr", "0.5"])
+    assert "K=1, layers=all, seed 1 was run with other settings (filter_lr differ)" in capsys.readouterr().err
 
 
 def test_a_sweep_is_drawn_in_its_order_where_a_run_diverged(tmp_path, monkeypatch):
@@ -1723,17 +1744,40 @@ def test_a_sweep_is_drawn_in_its_order_where_a_run_diverged(tmp_path, monkeypatc
     [
         (["--sweep"], "--sweep needs axes"),
         (["--sweep", "K="], "--sweep needs axes"),
+        (["--sweep", "K=2", "K=3"], "--sweep names an axis twice: write all of its values in one, K=2,3,4"),
+        (["--config", "empty.yaml", "--sweep"], "--sweep needs axes"),
+        (["--config", "numbers.yaml"], "`variants` in numbers.yaml must hold, by names, a dict each"),
+        (["--config", "alike.yaml"], "'a b' and 'a-b' would share the folder a-b: rename one of them"),
         (["--sweep", "K=2", "--filter", "none"], "--sweep varies a filter"),
         (["--filter", "none"], "nothing to compare"),
         (["--push_to_hub"], "a comparison pushes nothing"),
         (["--sweep", "seeds=1,2"], "changes seeds, which all models of a comparison share: give --seeds"),
     ],
 )
-def test_wrong_comparisons_are_one_line(argv, message, capsys):
+def test_wrong_comparisons_are_one_line(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "empty": "sweep: {K: []}",
+        "numbers": "variants: {3: {filter_lr: 0.1}}",
+        "alike": "variants: {a b: {filter_lr: 0.1}, a-b: {filter_lr: 0.2}}",
+    }.items():
+        Path(f"{name}.yaml").write_text(text)
     with pytest.raises(SystemExit) as stopped:
         compare.main(["glue", "--model", "m", "--task", "cola", "--use_cpu", *argv])
     assert stopped.value.code == 1
     assert message in capsys.readouterr().err
+
+
+def test_names_of_repositories(monkeypatch):
+    def create_repo(self, name, **options):
+        return types.SimpleNamespace(repo_id=f"me/{name}")
+
+    monkeypatch.setattr(runs.HfApi, "create_repo", create_repo)
+    values = {"model": "openai/whisper-tiny", "task": "facebook/voxpopuli:en", "filter": "gfsa"}
+    assert runs.create_repository(values) == "me/whisper-tiny-voxpopuli-en-gfsa"
+    monkeypatch.undo()
+    with pytest.raises(GraphFilterError, match=r"--hub_model_id me/a b: Repo id must.*nothing is lost"):
+        runs.create_repository(values | {"hub_model_id": "me/a b"})
 
 
 # ----------------------------------------------------------------------------------------------- as a user runs it

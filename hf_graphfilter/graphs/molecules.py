@@ -43,7 +43,8 @@ def from_smiles(smiles: str) -> dict[str, Any]:
     with needs("graphs", "from_smiles"):
         from rdkit import Chem
 
-    with silence_rdkit():
+    with silence_rdkit(), contextlib.suppress(UnicodeError):
+        molecule = None
         molecule = Chem.MolFromSmiles(smiles) if isinstance(smiles, str) else None
     if molecule is None or not molecule.GetNumAtoms():
         raise GraphFilterError(f"RDKit reads no molecule from {shown(smiles)}: correct the SMILES or leave it out")

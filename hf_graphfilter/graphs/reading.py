@@ -100,6 +100,8 @@ def read_table(value: Any, name: str, dtype: type | None = None) -> NDArray[Any]
         raise GraphFilterError(
             f"{name} must be a rectangular table of numbers: {' '.join(str(error).split())}"
         ) from error
+    if not array.size and array.dtype == object:  # of ``datasets`` in NumPy's format
+        array = array.astype(float)
     if array.dtype.kind not in "iufb":
         raise GraphFilterError(f"{name} must be a rectangular table of numbers, got {shown(value)}")
     return array
