@@ -314,6 +314,10 @@ def test_a_frozen_filter_in_a_module_of_your_own(tmp_path, transformers_warnings
         filter_status(nn.Linear(1, 1))
 
 
+def test_a_slow_rate_that_was_asked_for_says_nothing_where_no_weights_are_trained(tmp_path):
+    train(only_the_filter(model()), FilterTrainingArguments(tmp_path, **LITTLE, filter_lr=5e-4))
+
+
 @pytest.mark.parametrize("rate", [2e-5, 1e-3])
 def test_an_optimizer_that_was_passed_has_no_filter_lr(rate, tmp_path, transformers_warnings):
     patched = model()

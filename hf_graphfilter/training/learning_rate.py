@@ -161,6 +161,8 @@ def find_rate_problem(
             "parameter_groups(model, lr=..., filter_lr=...), or let the Trainer make it"
         )
     weight_rates = {_peak(group) for group in groups if any(id(p) not in filter_ids for p in group["params"])}
+    if filter_lr is not None and not weight_rates:
+        return None  # the rate that was asked for, and no weights are trained
     shared_rates = {rate for group in filter_groups if (rate := _peak(group)) in weight_rates or not weight_rates}
     if not shared_rates or (rate := min(shared_rates)) >= FAST or rate * (steps or 0) >= 1:
         return None
