@@ -8,7 +8,7 @@ import torch
 from filters import FILTERS, combinations, filters, llama_or_bert
 from models import FAMILIES, TRANSFORMERS_5_17, turn_on, without_record
 from test_pipelines import tokenizer
-from transformers import BertForMaskedLM, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_graphfilter import (
     CoefficientCallback,
@@ -70,6 +70,19 @@ def rewrite(folder, change):
 
 def recorded(folder):
     return json.loads((folder / "adapter_config.json").read_text()).get("graph_filter")
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj"], "all-linear"])
+def test_a_filter_that_reads_the_input_after_lora(targets, ids):
+    """Its size is that of the projections' input, also where PEFT has wrapped them; here the heads are wider."""
+    config = LlamaConfig(**{**FAMILY.config.to_dict(), "head_dim": 16})
+    model = LlamaForCausalLM(config).eval()
+    assert config.num_attention_heads * config.head_dim != config.hidden_size
+    expected = logits(patch_model(copy.deepcopy(model), "agf"), ids)
+    torch.manual_seed(0)
+    peft.get_peft_model(model, lora(target_modules=targets, modules_to_save=None, init_lora_weights=True))
+    patch_model(model, "agf")
+    assert logits(model, ids).shape == expected.shape
 
 
 @pytest.mark.feature("PEFT: LoRA with the filter stored, loaded, merged")

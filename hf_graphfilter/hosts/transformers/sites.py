@@ -121,7 +121,8 @@ def _describe(model: nn.Module, name: str, module: Any) -> dict[str, Any]:
     """Return the fields of ``AttentionSite`` for a module that can be patched."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     passes_hidden = parameters[0].name == "hidden_states" and _takes_any_keyword(module)
-    projection = next((m for m in module.children() if isinstance(m, (nn.Linear, Conv1D))), None)
+    children = (getattr(child, "base_layer", child) for child in module.children())  # PEFT wraps a layer
+    projection = next((m for m in children if isinstance(m, (nn.Linear, Conv1D))), None)
     inputs = None if projection is None else getattr(projection, "in_features", projection.weight.shape[0])
     head_dim = next((d for name in _HEAD_DIMS if isinstance(d := getattr(module, name, None), int)), None)
     heads, groups = _heads(module) or 1, getattr(module, "num_key_value_groups", 1)
