@@ -31,7 +31,12 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BertConfig,
     BertForSequenceClassification,
+    BertLMHeadModel,
+    BertModel,
+    BertPreTrainedModel,
+    EncoderDecoderModel,
     GPT2Config,
     GPT2DoubleHeadsModel,
     LlamaForCausalLM,
@@ -42,10 +47,12 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from typer.testing import CliRunner
 
 from hf_graphfilter import (
     FilterConfig,
     GraphFilter,
+    GraphFilterAttention,
     GraphFilterError,
     create_model_card,
     drop_blend,
@@ -59,7 +66,7 @@ from hf_graphfilter import (
     save_filter,
     unpatch_model,
 )
-from hf_graphfilter.cli import common
+from hf_graphfilter.cli import app, common
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.hosts.transformers.auto_classes import auto_class_of
 from hf_graphfilter.hosts.transformers.cards import usage
@@ -417,18 +424,150 @@ def test_a_part_that_was_unpatched_by_itself_is_not_recorded_as_patched(tmp_path
     assert len(filter_status(BertForSequenceClassification.from_pretrained(tmp_path))) == len(filter_status(model))
 
 
+def renumber(model, layers):
+    """Give a llama other layers of its own."""
+    model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList(layers), len(layers)
+    for i, layer in enumerate(layers):
+        layer.self_attn.layer_idx = i
+
+
 @pytest.mark.parametrize("change", [lambda layers: layers[:2], lambda layers: [layers[2], layers[0], layers[2]]])
 def test_layers_that_were_taken_out_or_moved_are_saved_with_their_filters(change, tmp_path):
     family = FAMILIES["llama"]
     model = patch_model(turn_on(patch_model(LlamaForCausalLM(family.config), "gfsa", layers=[2])), "agf", layers=[0, 1])
-    layers = [copy.deepcopy(layer) for layer in change(model.model.layers)]
-    model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList(layers), len(layers)
-    for i, layer in enumerate(layers):
-        layer.self_attn.layer_idx = i
+    renumber(model, [copy.deepcopy(layer) for layer in change(model.model.layers)])
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
     assert [row.filter for row in filter_status(loaded)] == [row.filter for row in filter_status(model)]
     assert torch.equal(loaded(**family.inputs()).logits, model.eval()(**family.inputs()).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*(weights outside the filter changed|base with other weights)")
+def test_filter_files_and_cards_hold_the_filters_that_are_there_now(tmp_path):
+    family = FAMILIES["llama"]
+    model = patch_model(LlamaForCausalLM(family.config), "gfsa", layers=[0], K=2)
+    turn_on(patch_model(model, "gfsa", layers=[1], K=9))
+    renumber(model, model.model.layers[1:2])
+    save_filter(model, tmp_path)
+    base = unpatch_model(copy.deepcopy(model))
+    assert [row.filter.K for row in filter_status(load_filter(base, tmp_path))] == [9]
+    assert torch.equal(base.eval()(**family.inputs()).logits, model.eval()(**family.inputs()).logits)
+    card = str(create_model_card(model))
+    assert '"K": 9' in card
+    assert '"K": 2' not in card
+    part = BertForSequenceClassification(BERT.config)
+    patch_model(part.bert, "gfsa", layers=[0])
+    save_filter(turn_on(patch_model(part, "gfsa", layers=[1])), tmp_path / "both")
+    assert len(filter_status(load_filter(BertForSequenceClassification(BERT.config), tmp_path / "both"))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*(weights outside the filter changed|base with other weights)")
+@pytest.mark.parametrize("places", [[1, 2], [0, 1], [2, 1, 0], [2, 0, 2]])
+def test_kept_heads_move_with_their_layers(places, tmp_path):
+    family = FAMILIES["llama"]
+    model = turn_on(patch_model(LlamaForCausalLM(family.config), "far_field", window=4, keep={2: [1]})).eval()
+    renumber(model, [copy.deepcopy(model.model.layers[place]) for place in places])
+    expected = model(**family.inputs()).logits
+    model.save_pretrained(tmp_path / "model")
+    save_filter(model, tmp_path / "filter")
+    base = unpatch_model(copy.deepcopy(model))
+    for loaded in (LlamaForCausalLM.from_pretrained(tmp_path / "model"), load_filter(base, tmp_path / "filter")):
+        torch.testing.assert_close(loaded.eval()(**family.inputs()).logits, expected)
+        keep = {now: (1,) for now, place in enumerate(places) if place == 2}
+        assert filter_status(loaded)[0].filter.keep == (keep or None)
+
+
+@pytest.mark.parametrize("patches", [{"bert.": 2}, {"other.": 9}, {"bert.": 2, "other.": 9}])
+@pytest.mark.parametrize("copied", [False, True])
+def test_two_towers_of_one_class_keep_their_own_filters(copied, patches, tmp_path):
+    class Towers(BertPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert, self.other = BertModel(config), BertModel(copy.deepcopy(config) if copied else config)
+            self.post_init()
+
+    model = Towers(BERT.config)
+    for prefix, order in patches.items():
+        patch_model(model, "gfsa", K=order, layers=lambda index, name, prefix=prefix: name.startswith(prefix))
+    turn_on(model)
+    for step in range(2):
+        model.save_pretrained(tmp_path / str(step))
+        loaded = Towers.from_pretrained(tmp_path / str(step))
+        assert {row.module.partition(".")[0] + ".": row.filter.K for row in filter_status(loaded)} == patches
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+        model = loaded
+
+
+@pytest.mark.parametrize("change", ["unpatched", "exchanged"])
+@pytest.mark.parametrize("decoder", [False, True])
+def test_a_part_of_a_composite_without_its_filter_is_saved_without_it(change, decoder, tmp_path, transformers_warnings):
+    """The config of the whole still holds the record with which the part was loaded."""
+    patch_model(BertModel(BERT.config), "agf").save_pretrained(tmp_path / "encoder")
+    config = BertConfig(**{**BERT.config.to_dict(), "is_decoder": True, "add_cross_attention": True})
+    text = patch_model(BertLMHeadModel(config)) if decoder else BertLMHeadModel(config)
+    model = EncoderDecoderModel(encoder=BertModel.from_pretrained(tmp_path / "encoder"), decoder=text)
+    if change == "unpatched":
+        unpatch_model(model.encoder)
+    else:
+        model.encoder = BertModel(BERT.config)
+    model.save_pretrained(tmp_path / "model")
+    loaded = EncoderDecoderModel.from_pretrained(tmp_path / "model")
+    assert [row.module for row in filter_status(loaded)] == [row.module for row in filter_status(model)]
+    assert len(filter_status(loaded)) == decoder * BERT.config.num_hidden_layers
+    if decoder:
+        done = CliRunner().invoke(app, ["status", str(tmp_path / "model")])
+        assert (done.exit_code, "gfsa" in done.output) == (0, True), done.output
+    assert all("is overwritten by shared" in message for message in transformers_warnings)  # of EncoderDecoderModel
+    transformers_warnings.clear()
+
+
+class OwnAttention(BertPreTrainedModel):
+    """A model of transformers with attention of its own, which holds a filter."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert, self.attend = BertModel(config), GraphFilterAttention("gfsa", 4, config.hidden_size // 4)
+        self.post_init()
+
+    def forward(self, input_ids, **kwargs):
+        heads = self.bert(input_ids, **kwargs)[0].unflatten(-1, (4, -1)).transpose(1, 2)
+        return self.attend(heads, heads, heads)
+
+
+@pytest.mark.parametrize("also_bert", [False, True])
+def test_a_model_with_attention_of_its_own(also_bert, tmp_path):
+    model = OwnAttention(BERT.config).eval()
+    turn_on(patch_model(model, "gfsa", K=5) if also_bert else model)
+    status = filter_status(model)
+    assert [row.filter.K for row in status] == [5] * (len(status) - 1) + [3]
+    assert status[-1].backend == "sdpa"
+    model.save_pretrained(tmp_path / "model")
+    loaded = OwnAttention.from_pretrained(tmp_path / "model").eval()
+    expected = model(**BERT.inputs())
+    assert torch.equal(loaded(**BERT.inputs()), expected)
+    assert not filter_status(unpatch_model(model))
+
+
+def test_a_filter_is_read_from_a_subfolder(tmp_path):
+    base = BERT.build()
+    for name, value in ((".", 0.1), ("b", 0.2)):
+        model = patch_model(copy.deepcopy(base), "gfsa")
+        for parameter in filter_parameters(model):
+            parameter.data.fill_(value)
+        save_filter(model, tmp_path / name)
+    for folder, value in (("", 0.1), ("b", 0.2)):
+        loaded = load_filter(copy.deepcopy(base), tmp_path, subfolder=folder)
+        assert all(p.max().item() == pytest.approx(value) for p in filter_parameters(loaded))
+    with pytest.raises(GraphFilterError, match=r"holds no .*; a saved filter is"):
+        load_filter(BERT.build(), tmp_path, subfolder="c")
+
+
+def test_a_part_can_be_patched_from_a_config_that_records_another(tmp_path):
+    family = FAMILIES["t5"]
+    patch_model(family.build(), "gfsa", stack="decoder").save_pretrained(tmp_path)
+    encoder = patch_model(T5EncoderModel.from_pretrained(tmp_path), "gfsa")
+    assert all("encoder" in name for group in encoder.config.graph_filter["filters"] for name in group["modules"])
+    assert len(filter_status(T5EncoderModel(encoder.config))) == len(filter_status(encoder))
 
 
 def test_what_a_part_was_patched_with_is_said(tmp_path):

@@ -18,6 +18,7 @@ from ..filters.core.build import foreign_modules
 from ..filters.core.overview import summary
 from ..filters.core.record import group_by_config
 from ..hosts import Host, encoder_of, host_of, unwrapped
+from ..hosts.base import own_record
 from ..packages import version_of
 from ..patching.status import FilterStatus, filter_parameters, filter_status
 from ..tables import markdown_table
@@ -109,7 +110,7 @@ def create_model_card(
     packages = dict.fromkeys(["hf_graphfilter", package, "transformers", "torch"])
     table = [values for row in status for values in row.coefficients.values()]
     # a model whose parts were patched separately has no record of its own
-    record = host.read_record(inner) or {"filters": group_by_config(filters.items())}
+    record = own_record(host, inner) if host.read_record(inner) else {"filters": group_by_config(filters.items())}
     fields = {
         "title": markdown_text(name),
         "model_class": class_of(inner).__name__,

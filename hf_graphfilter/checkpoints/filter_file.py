@@ -99,7 +99,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         model: a copy of the base model that the filter was trained on, or one patched in the same way. A patched one
             keeps its own values of options that no coefficient depends on, such as ``memory`` of ``"far_field"``.
         source: a directory that ``save_filter`` wrote, or the id of a Hub repository that holds its two files.
-        **hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download.
+        **hub_options: ``subfolder``, and ``revision``, ``token``, ``cache_dir`` ... of the download.
 
     Returns:
         The model itself.
@@ -211,11 +211,11 @@ def _translate_names(
 def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> str:
     source = read_path(source)
     if os.path.isdir(source):
-        path = Path(source) / name
+        path = Path(source, hub_options.get("subfolder") or "", name)
         if not path.is_file():
-            hint = "; a whole model is loaded by from_pretrained" * (Path(source) / "config.json").is_file()
+            hint = "; a whole model is loaded by from_pretrained" * (path.parent / "config.json").is_file()
             raise GraphFilterError(
-                f"{source} holds no {name}; a saved filter is {CONFIG_FILE} and {WEIGHTS_FILE}{hint}"
+                f"{path.parent} holds no {name}; a saved filter is {CONFIG_FILE} and {WEIGHTS_FILE}{hint}"
             )
         return str(path)
     from transformers.utils import cached_file

@@ -80,6 +80,8 @@ def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
     """Return the config of a checkpoint, which must have a filter if ``patched``."""
     import transformers
 
+    from ..hosts.transformers.records import iterate_configs
+
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise GraphFilterError(
@@ -91,7 +93,7 @@ def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
         raise GraphFilterError(f"{source} is a file: name the directory of a checkpoint, or a Hub id")
     with _name_source(source):
         config = from_source(transformers.AutoConfig, source)
-    if patched and getattr(config, "graph_filter", None) is None:
+    if patched and not any(getattr(part, "graph_filter", None) for part in iterate_configs(config)):
         raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
     return config
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import GraphFilterError
 from .base import Host, encoder_of, unwrapped
 
-__all__ = ["Host", "encoder_of", "host_of", "unwrapped"]
+__all__ = ["Host", "encoder_of", "host_of", "host_of_module", "unwrapped"]
 
 
 def host_of(model: object) -> Host:
@@ -46,3 +46,15 @@ def host_of(model: object) -> Host:
         "PreTrainedModel, a timm model, a SentenceTransformer or a module with torch.nn.MultiheadAttention (patch the "
         "model itself, before you wrap it)"
     )
+
+
+def host_of_module(module: nn.Module, host: Host) -> Host:
+    """Return the host of a patched module in a model of ``host``, which may hold modules of other libraries."""
+    if any(cls.__module__.partition(".")[0] == "timm" for cls in type(module).__mro__):
+        from . import timm
+
+        return timm
+    from . import torch
+    from .torch.finding import is_attention
+
+    return torch if is_attention(module) else host

@@ -12,6 +12,8 @@ from torch import nn
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
 from ..filters.core.attached import CHILD, filters_of
+from ..filters.core.kept_heads import count_kept
+from ..filters.core.record import group_by_config
 
 
 class Host(Protocol):
@@ -66,7 +68,7 @@ class Host(Protocol):
 
 
 def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
-    """Return the record of a patched model, without layers that were removed since.
+    """Return the record of a patched model, with the filters that it has now: layers may have been removed or moved.
 
     Raises:
         GraphFilterError: it has none, since a part of it was patched separately.
@@ -76,9 +78,11 @@ def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
             f"{type(model).__name__} has no record of its filters, since a part of it was patched separately: pass "
             "that part"
         )
-    present = {host.relative_name(model, name) for name, _ in filters_of(model)}
-    groups = [{**group, "modules": [n for n in group["modules"] if n in present]} for group in record["filters"]]
-    return {**record, "filters": [group for group in groups if group["modules"]]}
+    sites, _ = host.find(model)
+    names = {site.name for site in sites}
+    filters = {n: f for n, f in filters_of(model) if n in names}  # a model may build others itself
+    configs = count_kept(filters, lambda: sites)
+    return {**record, "filters": group_by_config((host.relative_name(model, n), c) for n, c in configs.items())}
 
 
 def describe_site(module: Any) -> str:

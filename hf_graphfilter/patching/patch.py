@@ -14,7 +14,8 @@ from ..filters import AttentionSite, FilterConfig, as_config
 from ..filters.core.attached import CHILD, patched_modules
 from ..filters.core.kept_heads import KeepingConfig
 from ..filters.core.record import extend_record
-from ..hosts import encoder_of, host_of, unwrapped
+from ..hosts import encoder_of, host_of, host_of_module, unwrapped
+from ..hosts.base import own_record
 from ..hosts.watching import REPLACED
 from ..logs import logger
 from .base_weights import SAMPLE
@@ -87,7 +88,9 @@ def patch_model(
     config.check_sites([*patched, *selected])
     filters = [build_at(config, site, model) for site in selected]  # build all first, so that a failure changes nothing
     names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # PEFT's copies share one name
-    record = extend_record(host.read_record(model), type(model).__name__, config, names)
+    # a model that was built from a patched one's config has a record, but no filters
+    earlier = own_record(host, model) if host.read_record(model) and patched_modules(model, required=False) else None
+    record = extend_record(earlier, type(model).__name__, config, names)
     attach(host, model, list(zip(selected, filters, strict=True)), record)
     counts, kind = (len(selected), len(sites)), type(model).__name__
     logger.info("patched %d of %d attention modules of %s with %s", *counts, kind, config.filter)
@@ -111,7 +114,10 @@ def unpatch_model(model: M) -> M:
     outer_model, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     patched = patched_modules(model, required=host.read_record(model) is None)  # patched parts may have been removed
-    host.detach(model, [module for _, module in patched])
+    hosts = {module: host_of_module(module, host) for _, module in patched}
+    for each in dict.fromkeys(map(id, hosts.values())):
+        modules = [module for module, owner in hosts.items() if id(owner) == each]
+        hosts[modules[0]].detach(model, modules)
     host.write_record(model, None)
     for attribute in (STARTS, SAMPLE):
         vars(model).pop(attribute, None)

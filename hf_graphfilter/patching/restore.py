@@ -14,7 +14,7 @@ from torch import nn
 from ..devices import device_of
 from ..errors import GraphFilterError, shown
 from ..filters import AttentionSite, FilterConfig, GraphFilter
-from ..filters.core.attached import CHILD, patched_modules
+from ..filters.core.attached import CHILD, active_filter, patched_modules
 from ..filters.core.build import build_filter
 from ..filters.core.record import read_groups
 from ..hosts import Host, host_of
@@ -44,8 +44,24 @@ def apply_record(model: nn.Module, complete: bool = False) -> None:
     sites = resolve(host, model, named)
     check_resolved(host, model, named, sites, complete or record.get("model") == type(model).__name__)
     chosen = [(config, sites[name]) for config, names in groups for name in names if name in sites]
+    if record.get("model") == type(model).__name__:
+        _detach_misread(host, model, record, {site.name: config for config, site in chosen})
     filters = [(site, build_at(config, site, model)) for config, site in chosen if not hasattr(site.module, CHILD)]
     attach(host, model, filters, record)
+
+
+def _detach_misread(host: Host, model: nn.Module, record: dict[str, Any], configs: dict[str, FilterConfig]) -> None:
+    """Detach filters that a part of a model attached because it was built from the model's config.
+
+    The names in a record are relative to the model that was saved. In a part, such as the second of two towers of one
+    class, they may name other modules.
+    """
+    parts = [
+        m for m in model.modules() if m is not model and getattr(getattr(m, "config", None), CHILD, None) == record
+    ]
+    inside = {id(module) for part in parts for module in part.modules()}
+    patched = [(name, module) for name, module in patched_modules(model, required=False) if id(module) in inside]
+    host.detach(model, [module for name, module in patched if configs.get(name) != active_filter(module).config])
 
 
 def attach(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError
 from ..filters import FilterConfig, GraphFilter
 from ..filters.core.attached import CHILD, copy_restarted, filters_of, patched_modules, read_whole
-from ..hosts import Host, host_of, unwrapped
+from ..hosts import Host, host_of, host_of_module, unwrapped
 from ..tables import html_table, text_table
 
 FORWARD_REPLACED = "forward replaced"
@@ -112,7 +112,8 @@ def filter_status(model: nn.Module) -> FilterStatus:
         for name, graph_filter in filters:
             values = _read_coefficients(graph_filter)
             module = part.get_submodule(name)
-            backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
+            owner = host_of_module(module, host)
+            backend = owner.backend(module) if owner.leads_to_filter(module) else FORWARD_REPLACED
             distance, trained_names = _distance_from_start(graph_filter, values), _names_trained(graph_filter)
             status.append(FilterRow(f"{prefix}{name}", graph_filter.config, values, backend, trained_names, distance))
         if filters:

@@ -6,8 +6,8 @@ Source: Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ...errors import GraphFilterError, is_number, shown
 from ...ops.heads import HeadPart, merge_heads
 from ...shift.attention import AttentionShift
 from .attached import CHILD
+from .base import FilterConfig, GraphFilter
 from .replacing import ReplacingConfig, ReplacingFilter
 from .site import AttentionSite
 
@@ -88,6 +89,40 @@ class KeepingConfig(ReplacingConfig):
         options = super().to_dict()
         keep = options.pop("keep")  # left out where nothing is kept: earlier releases do not know it
         return options | ({"keep": {str(layer): list(heads) for layer, heads in keep.items()}} if keep else {})
+
+
+def count_kept(
+    filters: Mapping[str, GraphFilter], find: Callable[[], Iterable[AttentionSite]]
+) -> dict[str, FilterConfig]:
+    """Return the configs of filters by the names of their modules, with ``keep`` counted over the present layers.
+
+    Layers may have been taken out or moved since the filters were built.
+
+    Args:
+        filters: filters by the names of their modules.
+        find: gives the sites of the model.
+
+    Raises:
+        GraphFilterError: two layers that now have one number keep other heads.
+    """
+    configs = {name: graph_filter.config for name, graph_filter in filters.items()}
+    keeping = {n: f for n, f in filters.items() if isinstance(f, KeepingFilter) and f.config.keep}
+    indices = {site.name: site.index for site in find()} if keeping else {}
+    groups: dict[str, dict[str, KeepingFilter]] = {}
+    for name, graph_filter in keeping.items():
+        if name in indices:
+            groups.setdefault(repr(graph_filter.config.to_dict()), {})[name] = graph_filter
+    for group in groups.values():
+        keep: Keep = {}
+        for name, graph_filter in group.items():
+            heads = graph_filter.kept.chosen if graph_filter.kept else ()
+            if keep.setdefault(indices[name], heads) != heads:
+                raise GraphFilterError(
+                    f"{name} has the number {indices[name]} now and keeps the heads {list(heads)}, another of this "
+                    f"number {list(keep[indices[name]])}, which keep= cannot say: unpatch the model, and patch it again"
+                )
+        configs |= {name: replace(graph_filter.config, keep=keep) for name, graph_filter in group.items()}
+    return configs
 
 
 def _read_keep(keep: Any, name: str) -> Keep | None:

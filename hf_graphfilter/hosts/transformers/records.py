@@ -14,12 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...errors import GraphFilterError, shown
 from ...filters import FilterConfig
 from ...filters.core.attached import CHILD, active_filter, filters_of, patched_modules
+from ...filters.core.kept_heads import count_kept
 from ...filters.core.record import group_by_config
 from ...models import find_class
 from ...wrappers import Function
 from ..base import WRAPPED_NAMES
+from ..torch.attend import GraphFilterAttention
 from .implementation import CURE, IMPLEMENTATION
-from .sites import relative_name
+from .sites import find, relative_name
 
 # settings that transformers checks in every model's __init__; the second one stops a user who overrides the first as
 # the error of transformers proposes
@@ -157,10 +159,16 @@ def check_recorded(model: PreTrainedModel) -> None:
     The record is saved with the config. The patch may belong to a model around this one, or to a part, which may have
     been unpatched separately. If layers with filters were removed or added since, the record is brought up to date.
     """
-    config_ids = {id(config) for config in _iterate_configs(model.config) if getattr(config, CHILD, None)}
     parts = {f"{n}." if n else "": m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    for config in iterate_configs(model.config):  # a part that was unpatched or exchanged has another config now
+        record = getattr(config, CHILD, None)
+        if record and all(read_record(part) != record for part in parts.values()):
+            _strip_record(config)
+    config_ids = {id(config) for config in iterate_configs(model.config) if getattr(config, CHILD, None)}
     recorded = {prefix: part for prefix, part in parts.items() if id(part.config) in config_ids}
     for name, _ in filters_of(model):
+        if isinstance(model.get_submodule(name), GraphFilterAttention):
+            continue  # the class of the model builds it, with its filter
         if not f"{name}.".startswith(tuple(recorded)):
             raise GraphFilterError(
                 f"the config of this {type(model).__name__} holds no record of the filter at {name}: save the model "
@@ -168,6 +176,9 @@ def check_recorded(model: PreTrainedModel) -> None:
             )
     settled: set[int] = set()
     for prefix, part in recorded.items():
+        if id(part.config) in settled:  # parts share the config of what is around them, to which its names are relative
+            continue
+        settled.add(id(part.config))
         modules = {relative_name(part, name): (name, module) for name, module in part.named_modules()}
         for named in (named for group in getattr(part.config, CHILD)["filters"] for named in group["modules"]):
             name, module = modules.get(named, ("", None))
@@ -177,9 +188,7 @@ def check_recorded(model: PreTrainedModel) -> None:
                     "exists (its module was exchanged, or a part unpatched separately): unpatch the model that was "
                     "patched, and patch it again with layers="
                 )
-        if id(part.config) not in settled:  # parts share the config of what is around them
-            settled.add(id(part.config))
-            _update_record(part, [p for p, other in recorded.items() if id(other.config) != id(part.config)], prefix)
+        _update_record(part, [p for p, other in recorded.items() if id(other.config) != id(part.config)], prefix)
 
 
 def _update_record(part: PreTrainedModel, others: list[str], prefix: str) -> None:
@@ -189,16 +198,23 @@ def _update_record(part: PreTrainedModel, others: list[str], prefix: str) -> Non
     """
     record = getattr(part.config, CHILD)
     recorded_configs = {name: FilterConfig.from_dict(g["config"]) for g in record["filters"] for name in g["modules"]}
-    sites = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
-    configs = {relative_name(part, name): active_filter(module).config for name, module in sites}
+    patched = patched_modules(part, required=False)
+    sites = [
+        (name, module)
+        for name, module in patched
+        if not f"{prefix}{name}.".startswith(tuple(others)) and not isinstance(module, GraphFilterAttention)
+    ]
+    filters = {name: active_filter(module) for name, module in sites}
+    configs = {relative_name(part, n): config for n, config in count_kept(filters, lambda: find(part)[0]).items()}
     if configs and configs != recorded_configs:
         setattr(part.config, CHILD, {**record, "filters": group_by_config(configs.items())})
 
 
-def _iterate_configs(config: Any) -> Iterator[PreTrainedConfig]:
+def iterate_configs(config: Any) -> Iterator[PreTrainedConfig]:
+    """Yield a config and those of its parts."""
     if isinstance(config, PreTrainedConfig):
         yield config
-        yield from (c for part in vars(config).values() for c in _iterate_configs(part))
+        yield from (c for part in vars(config).values() for c in iterate_configs(part))
 
 
 def _copy_config(model: PreTrainedModel) -> None:
@@ -217,6 +233,16 @@ def _swap_config(model: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig)
                     vars(value)[name] = new
 
 
+def _strip_record(config: PreTrainedConfig) -> None:
+    """Remove what ``write_record`` wrote into a config."""
+    for key in _WRITTEN:
+        vars(config).pop(key, None)
+    if isinstance(code := getattr(config, "auto_map", None), dict):  # of a checkpoint with code for the record
+        vars(config)["auto_map"] = {k: v for k, v in code.items() if not is_our_code(v)}
+        if not config.auto_map:
+            del config.auto_map
+
+
 def _forget_record(model: PreTrainedModel) -> None:
     """Undo ``write_record``: the model gets its former config object back, with later changes.
 
@@ -231,12 +257,7 @@ def _forget_record(model: PreTrainedModel) -> None:
         shared, old = vars(part).pop(_SHARED_CONFIG, (config, vars(config)))
         if CHILD in old:
             plain = copy.copy(config)
-            for key in _WRITTEN:
-                vars(plain).pop(key, None)
-            if isinstance(code := getattr(plain, "auto_map", None), dict):  # of a checkpoint with code for the record
-                vars(plain)["auto_map"] = {k: v for k, v in code.items() if not is_our_code(v)}
-                if not plain.auto_map:
-                    del plain.auto_map
+            _strip_record(plain)
             _swap_config(model, config, plain)
             continue
         for key in old.keys() - values.keys():
