@@ -271,7 +271,7 @@ def graph_tables() -> str:
     steps, data = read("graphs-cpu-steps"), read("graphs-cpu-data")
     if not steps:
         return "Not measured yet."
-    parts = [where(steps), steps_table("step", steps, "n", " graphs")]
+    parts = [where(steps), steps_table("step", steps, "case")]
     names = {"plain": "a step of 256 graphs"}
     body = [
         [names.get(row["form"], row["form"]), f"{float(row['median_ms']):,.0f} ms", f"**{over_plain(row):.3f}**"]
