@@ -109,10 +109,10 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             order = [*dict.fromkeys([*variants, *(run["variant"] for run in runs_of_all)])]
             unique_runs = {(run["seed"], order.index(run["variant"])): run for run in runs_of_all}
             content["runs"] = [unique_runs[run] for run in sorted(unique_runs)]  # written also if the next line raises
-            if options.sweep is not None:  # one table, in which all else is the same
-                others = {v: settings.override(values, overrides) for v, overrides in variants.items()}
-                check_settings(settings, others, content, file)
-            check_settings(settings, resolved, content, file)
+            # in the table of a sweep all else is the same, also of points that earlier commands ran
+            checked = variants if options.sweep is not None else chosen
+            checked_values = {v: settings.override(values, overrides) for v, overrides in checked.items()}
+            check_settings(settings, checked_values, content, file)
             content |= {**metadata, "variants": variants}
             content["model"] = options.model_name or content.get("model") or Path(values["model"]).name
             content["summary"] = summarise(content)

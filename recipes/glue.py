@@ -188,7 +188,7 @@ RECIPE = Recipe(
     description=__doc__,
     arguments=(GlueArguments, Seq2SeqTrainingArguments),
     check=check,
-    places={name: task.folder for name, task in TASKS.items()},
+    places={name: (task.folder,) for name, task in TASKS.items()},
 )
 
 if __name__ == "__main__":

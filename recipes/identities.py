@@ -31,14 +31,14 @@ ROWS = "per_device_train_batch_size"
 READ = 256  # files of a folder whose contents are looked at, evenly chosen: of more images, say, only the names besides
 
 
-def identity(values: dict[str, Any], places: str | tuple[str, ...] = "") -> dict[str, Any]:
+def identity(values: dict[str, Any], places: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the settings that a run depends on; a local file is replaced by its name and a hash of its content.
 
     The rows of a batch are those of all processes together.
 
     Args:
         values: the settings of the run.
-        places: the folder, or names of the table, below ``data`` that may hold the task.
+        places: names that the folder or the table of the task may have below ``data``.
     """
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
     result = {k: v for k, v in settings.items() if k not in INCIDENTAL and k != "seed"}
@@ -61,8 +61,7 @@ def identity(values: dict[str, Any], places: str | tuple[str, ...] = "") -> dict
         marks["data"] = ""  # of the Hub, whatever it holds
     elif os.path.exists(settings["data"]):
         data = Path(settings["data"])
-        paths = [data / name for name in ([places] if isinstance(places, str) else places)]
-        found = next((path for path in paths if path.exists()), data)
+        found = next((data / name for name in places if (data / name).exists()), data)
         sizes, data_marks = mark_data(str(found if found.is_dir() else data))
         marks |= data_marks
         if found.is_file() and found != data:

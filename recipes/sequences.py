@@ -187,7 +187,7 @@ RECIPE = Recipe(
         "max_length": 512,
     },
     description=__doc__,
-    places={name: task.folder for name, task in TASKS.items()},
+    places={name: (task.folder,) for name, task in TASKS.items()},
     arguments=(SequenceArguments, Seq2SeqTrainingArguments),
     load=load_model,
     check=check,

@@ -40,7 +40,7 @@ class Recipe:
     defaults: dict[str, Any]  # settings under those of a YAML file and the flags
     description: str  # for --help
     known: Callable[[str], bool] = lambda task: False  # whether a task that is not in metrics is one (any text, say)
-    places: dict[str, str | tuple[str, ...]] = field(default_factory=dict)  # below --data, that may hold a task
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)  # folders or tables of tasks, below --data
     from_scratch: bool = False  # whether every run trains a new model
     arguments: tuple[type, ...] = (RecipeArguments, Seq2SeqTrainingArguments)  # the last has output_dir and seed
     smoke: dict[str, Any] = field(default_factory=dict)  # settings of --smoke, besides the general ones
@@ -230,7 +230,7 @@ class Settings:
     def identity(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the identity of a run, see ``identities``."""
         rows = {k: v for k, v in self.defaults.items() if k == ROWS}
-        return identity(rows | values, self.recipe.places.get(values["task"], ""))
+        return identity(rows | values, self.recipe.places.get(values["task"], ()))
 
     def _check_task(self, task: str) -> None:
         if task not in self.recipe.metrics and not self.recipe.known(task):
