@@ -589,6 +589,13 @@ def test_overrides_of_a_checkpoint_are_checked_together(tmp_path, transformers_w
     loaded, unused = AutoConfig.from_pretrained(tmp_path, loss="mse", other=1, return_unused_kwargs=True)
     assert (loaded.loss, unused) == ("mse", {"other": 1})
 
+    class Own(GraphormerConfig):
+        extra: int = 1
+
+    assert Own.from_dict(config.to_dict(), extra=2).extra == 2
+    with pytest.raises(GraphFilterError, match="loss='mae'"):
+        Own.from_dict(config.to_dict(), loss="mae")
+
 
 def test_the_parts_of_filters_are_measured_per_label():
     """However many targets of a graph are missing, and however graphs are put into batches."""

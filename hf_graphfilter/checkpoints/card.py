@@ -17,8 +17,7 @@ from ..filters.core.attached import class_of, filters_of, patched_modules
 from ..filters.core.build import foreign_modules
 from ..filters.core.overview import summary
 from ..filters.core.record import group_by_config
-from ..hosts import Host, encoder_of, host_of, unwrapped
-from ..hosts.base import own_record
+from ..hosts import Host, encoder_of, host_of, own_record, unwrapped
 from ..packages import version_of
 from ..patching.status import FilterStatus, filter_parameters, filter_status
 from ..tables import markdown_table

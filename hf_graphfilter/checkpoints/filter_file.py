@@ -24,8 +24,7 @@ from ..files import digest, read_path, replacing, write_tensors
 from ..filters import GraphFilter
 from ..filters.core.attached import class_of, filters_of, is_offloaded, is_sharded, patched_modules, read_whole
 from ..filters.core.record import describe_record, read_groups, same_filters
-from ..hosts import Host, encoder_of, host_of, unwrapped
-from ..hosts.base import own_record
+from ..hosts import Host, encoder_of, host_of, own_record, unwrapped
 from ..logs import log_filters
 from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..patching.patch import STARTS

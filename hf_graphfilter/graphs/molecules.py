@@ -43,9 +43,10 @@ def from_smiles(smiles: str) -> dict[str, Any]:
     with needs("graphs", "from_smiles"):
         from rdkit import Chem
 
-    with silence_rdkit(), contextlib.suppress(UnicodeError):
-        molecule = None
-        molecule = Chem.MolFromSmiles(smiles) if isinstance(smiles, str) else None
+    molecule = None
+    if isinstance(smiles, str):
+        with silence_rdkit(), contextlib.suppress(UnicodeError):  # RDKit takes UTF-8 only
+            molecule = Chem.MolFromSmiles(smiles)
     if molecule is None or not molecule.GetNumAtoms():
         raise GraphFilterError(f"RDKit reads no molecule from {shown(smiles)}: correct the SMILES or leave it out")
     bonds = [(b.GetBeginAtomIdx(), b.GetEndAtomIdx(), _bond_features(b)) for b in molecule.GetBonds()]

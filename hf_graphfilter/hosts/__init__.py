@@ -5,12 +5,17 @@ A host is a file or folder that defines all functions of ``Host`` for its librar
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ..errors import GraphFilterError
+from ..filters.core.attached import filters_of
+from ..filters.core.kept_heads import count_kept
+from ..filters.core.record import group_by_config
 from .base import Host, encoder_of, unwrapped
 
-__all__ = ["Host", "encoder_of", "host_of", "host_of_module", "unwrapped"]
+__all__ = ["Host", "encoder_of", "host_of", "host_of_module", "own_record", "unwrapped"]
 
 
 def host_of(model: object) -> Host:
@@ -19,7 +24,7 @@ def host_of(model: object) -> Host:
     Raises:
         GraphFilterError: no host supports this kind of model, or it is wrapped (by PEFT, ``torch.compile`` ...).
     """
-    if any(cls.__module__.partition(".")[0] == "timm" for cls in type(model).__mro__):
+    if _is_of_timm(model):
         from . import timm
 
         return timm
@@ -50,7 +55,7 @@ def host_of(model: object) -> Host:
 
 def host_of_module(module: nn.Module, host: Host) -> Host:
     """Return the host of a patched module in a model of ``host``, which may hold modules of other libraries."""
-    if any(cls.__module__.partition(".")[0] == "timm" for cls in type(module).__mro__):
+    if _is_of_timm(module):
         from . import timm
 
         return timm
@@ -58,3 +63,23 @@ def host_of_module(module: nn.Module, host: Host) -> Host:
     from .torch.finding import is_attention
 
     return torch if is_attention(module) else host
+
+
+def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
+    """Return the record of a patched model, with the filters that it has now: layers may have been removed or moved.
+
+    Raises:
+        GraphFilterError: it has none, since a part of it was patched separately.
+    """
+    if (record := host.read_record(model)) is None:
+        raise GraphFilterError(
+            f"{type(model).__name__} has no record of its filters, since a part of it was patched separately: pass "
+            "that part"
+        )
+    filters = {n: f for n, f in filters_of(model) if host_of_module(model.get_submodule(n), host) is host}
+    configs = count_kept(filters, lambda: host.find(model)[0])
+    return {**record, "filters": group_by_config((host.relative_name(model, n), c) for n, c in configs.items())}
+
+
+def _is_of_timm(model: object) -> bool:
+    return any(cls.__module__.partition(".")[0] == "timm" for cls in type(model).__mro__)

@@ -11,9 +11,7 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
-from ..filters.core.attached import CHILD, filters_of
-from ..filters.core.kept_heads import count_kept
-from ..filters.core.record import group_by_config
+from ..filters.core.attached import CHILD
 
 
 class Host(Protocol):
@@ -65,24 +63,6 @@ class Host(Protocol):
 
     def saved_names(self, model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
         """Return the sites by the relative names of their modules in checkpoints, where these differ."""
-
-
-def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
-    """Return the record of a patched model, with the filters that it has now: layers may have been removed or moved.
-
-    Raises:
-        GraphFilterError: it has none, since a part of it was patched separately.
-    """
-    if (record := host.read_record(model)) is None:
-        raise GraphFilterError(
-            f"{type(model).__name__} has no record of its filters, since a part of it was patched separately: pass "
-            "that part"
-        )
-    sites, _ = host.find(model)
-    names = {site.name for site in sites}
-    filters = {n: f for n, f in filters_of(model) if n in names}  # a model may build others itself
-    configs = count_kept(filters, lambda: sites)
-    return {**record, "filters": group_by_config((host.relative_name(model, n), c) for n, c in configs.items())}
 
 
 def describe_site(module: Any) -> str:

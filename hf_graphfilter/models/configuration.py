@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Self
 
 from transformers import PreTrainedConfig
@@ -17,5 +18,7 @@ class CheckedConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
         """Return the config of a dictionary, with the overrides among ``kwargs``."""
-        overrides = {name: kwargs.pop(name) for name in cls.__annotations__.keys() & kwargs.keys()}
+        parents = [parent for parent in cls.__mro__ if issubclass(parent, CheckedConfig)]
+        names = {name for parent in parents for name in inspect.get_annotations(parent)}
+        overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         return super().from_dict(config_dict | overrides, **kwargs)

@@ -14,8 +14,7 @@ from ..filters import AttentionSite, FilterConfig, as_config
 from ..filters.core.attached import CHILD, patched_modules
 from ..filters.core.kept_heads import KeepingConfig
 from ..filters.core.record import extend_record
-from ..hosts import encoder_of, host_of, host_of_module, unwrapped
-from ..hosts.base import own_record
+from ..hosts import encoder_of, host_of, host_of_module, own_record, unwrapped
 from ..hosts.watching import REPLACED
 from ..logs import logger
 from .base_weights import SAMPLE
@@ -114,10 +113,9 @@ def unpatch_model(model: M) -> M:
     outer_model, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     patched = patched_modules(model, required=host.read_record(model) is None)  # patched parts may have been removed
-    hosts = {module: host_of_module(module, host) for _, module in patched}
-    for each in dict.fromkeys(map(id, hosts.values())):
-        modules = [module for module, owner in hosts.items() if id(owner) == each]
-        hosts[modules[0]].detach(model, modules)
+    owners = {module: host_of_module(module, host) for _, module in patched}
+    for owner in dict.fromkeys(owners.values()):
+        owner.detach(model, [module for module, each in owners.items() if each is owner])
     host.write_record(model, None)
     for attribute in (STARTS, SAMPLE):
         vars(model).pop(attribute, None)

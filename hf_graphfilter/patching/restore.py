@@ -17,7 +17,7 @@ from ..filters import AttentionSite, FilterConfig, GraphFilter
 from ..filters.core.attached import CHILD, active_filter, patched_modules
 from ..filters.core.build import build_filter
 from ..filters.core.record import read_groups
-from ..hosts import Host, host_of
+from ..hosts import Host, host_of, host_of_module
 from .base_weights import remember_weights
 
 STARTED = "_started"  # attribute of a filter built on meta: the values that __init__ gives its unsaved buffers
@@ -56,12 +56,11 @@ def _detach_misread(host: Host, model: nn.Module, record: dict[str, Any], config
     The names in a record are relative to the model that was saved. In a part, such as the second of two towers of one
     class, they may name other modules.
     """
-    parts = [
-        m for m in model.modules() if m is not model and getattr(getattr(m, "config", None), CHILD, None) == record
-    ]
-    inside = {id(module) for part in parts for module in part.modules()}
-    patched = [(name, module) for name, module in patched_modules(model, required=False) if id(module) in inside]
-    host.detach(model, [module for name, module in patched if configs.get(name) != active_filter(module).config])
+    patched = [(n, m) for n, m in patched_modules(model, required=False) if host_of_module(m, host) is host]
+    if wrong := [m for n, m in patched if configs.get(n) != active_filter(m).config]:
+        parts = (m for m in model.modules() if getattr(getattr(m, "config", None), CHILD, None) == record)
+        inside = {id(module) for part in parts if part is not model for module in part.modules()}
+        host.detach(model, [module for module in wrong if id(module) in inside])
 
 
 def attach(

@@ -14,8 +14,7 @@ from torch import nn
 from ..errors import GraphFilterError, is_number
 from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, available_filters, get_filter
 from ..filters.core.attached import filters_of
-from ..hosts import host_of, unwrapped
-from ..hosts.base import own_record
+from ..hosts import host_of, own_record, unwrapped
 from .callbacks import LoggingCallback
 
 M = TypeVar("M", bound=nn.Module)

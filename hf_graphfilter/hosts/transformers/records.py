@@ -160,11 +160,12 @@ def check_recorded(model: PreTrainedModel) -> None:
     been unpatched separately. If layers with filters were removed or added since, the record is brought up to date.
     """
     parts = {f"{n}." if n else "": m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-    for config in iterate_configs(model.config):  # a part that was unpatched or exchanged has another config now
-        record = getattr(config, CHILD, None)
-        if record and all(read_record(part) != record for part in parts.values()):
+    config_ids: set[int] = set()
+    for config in iterate_configs(model.config):
+        if (record := getattr(config, CHILD, None)) and any(read_record(part) == record for part in parts.values()):
+            config_ids.add(id(config))
+        elif record:  # of a part that was unpatched or exchanged, which has another config now
             _strip_record(config)
-    config_ids = {id(config) for config in iterate_configs(model.config) if getattr(config, CHILD, None)}
     recorded = {prefix: part for prefix, part in parts.items() if id(part.config) in config_ids}
     for name, _ in filters_of(model):
         if isinstance(model.get_submodule(name), GraphFilterAttention):
