@@ -64,7 +64,7 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     metrics = dict.fromkeys(name for run in content["runs"] for name in run["metrics"])
     other_metrics = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
     header += [name.replace("/", " ") for name in other_metrics]
-    costs = {"epoch_seconds": "seconds an epoch", "peak_mb": "peak MB"}
+    costs = {"epoch_seconds": "seconds per epoch", "peak_mb": "peak MB"}
     costs = {name: title for name, title in costs.items() if metrics and all(name in run for run in content["runs"])}
     header += costs.values()
     rows = []

@@ -185,7 +185,7 @@ def page(kept: dict[str, Any]) -> str:
         families=", ".join(FAMILIES),
         summary=(
             f"{len(kept['found'])} features, {len(outcomes)} combinations with a filter and a model; "
-            f"{'. Some of them again: '.join(runs)}." + f" **{failing} fail.**" * bool(failing)
+            f"{'. Some of them were tested again: '.join(runs)}." + f" **{failing} fail.**" * bool(failing)
         ),
         versions=version_table(),
         tables="\n\n".join(

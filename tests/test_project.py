@@ -250,7 +250,7 @@ def test_a_run_of_some_tests_dates_no_others(how, tmp_path, monkeypatch):
     found = collect(file, "day 2", monkeypatch, {"A: b": "not b", "A: c": ""}, **how)
     assert found["messages"] == {"A: a (GFSA)": "no a", "A: b (GFSA)": "not b"}
     assert found["found"].keys() == {"A: a", "A: b", "A: c"}
-    assert re.search("day 1. Some of them again: .* day 2[.]", page(found))
+    assert re.search("day 1. Some of them were tested again: .* day 2[.]", page(found))
     assert collect(file, "day 3", monkeypatch, {"A: b": ""}, **how)["messages"] == {"A: a (GFSA)": "no a"}
 
 

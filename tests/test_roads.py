@@ -268,7 +268,7 @@ def test_a_weighted_sum_of_adapters_has_the_filter_of_the_one_that_holds_it():
 
 def write_page():
     tables = [
-        f"### An adapter that {does} the filter\n\n" + markdown_table(["road", *BASES], [*rows(held)])
+        f"### An adapter that {does} the filter\n\n" + markdown_table(["way", *BASES], [*rows(held)])
         for held, does in ((False, "does not hold"), (True, "holds"))
     ]
     before, _, rest = PAGE.read_text().partition(MARKS[0])

@@ -87,7 +87,7 @@ def agf_speed(device: str = "cpu") -> str:
             "In batches, 12 heads of 64 features, K = 3: over the same formula in PyTorch operations with "
             f"autograd, and over SDPA. {where(batches)}",
             batch_table(batches),
-            f"Whole attention modules in training, 4,096 tokens a batch. {where(layers)}",
+            f"Whole attention modules in training, 4,096 tokens per batch. {where(layers)}",
             layer_table,
             f"One more token after a context (GPT-2 shape, 4 layers, d 256). {where(read(f'agf-{device}-decoding'))}",
             decoding_table,

@@ -108,7 +108,7 @@ def gpu_tables() -> str:
         markdown_table(["step", "n", "baseline ms", *FORMS.values()], rows),
         "Training steps of BERT-base with 128 texts of 128 tokens, by filter:",
         markdown_table(["filter", "time over the baseline's"], [[f"`{n}`", f"**{r:.2f}**"] for r, n in costs]),
-        "Attention alone, 65,536 tokens a batch, bfloat16:",
+        "Attention alone, 65,536 tokens per batch, bfloat16:",
         markdown_table(["pass", "mask", "n", "SDPA ms", *(f"{name} / SDPA" for name in FORMS.values())], alone),
         f"Causal AGF in place of attention, one sequence, bfloat16. {where(agf)}",
         markdown_table(["pass", "n", "SDPA ms", "AGF / SDPA", "without its kernel"], linear),
