@@ -27,6 +27,8 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     LlamaModel,
+    SamConfig,
+    SamModel,
 )
 
 import hf_graphfilter
@@ -111,6 +113,20 @@ def test_kept_heads_of_layers_that_stack_counts_otherwise_are_refused():
 def test_cross_attention_is_never_patched(name):
     model = patch_model(FAMILIES[name].build())
     assert not any("EncDec" in row.module or "encoder_attn" in row.module for row in filter_status(model))
+
+
+def test_attention_from_tokens_to_an_image_is_never_patched():
+    """SAM names its last cross-attention otherwise than the others."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "mlp_dim": 32}
+    image = {"image_size": 64, "patch_size": 16}
+    config = SamConfig(
+        vision_config={**sizes, **image, "output_channels": 32, "global_attn_indexes": [0], "num_pos_feats": 16},
+        prompt_encoder_config={**image, "hidden_size": 32, "mask_input_channels": 4},
+        mask_decoder_config={**sizes, "iou_head_hidden_dim": 32},
+    )
+    model = patch_model(SamModel(config).eval(), "attnscale")
+    assert [row.module for row in filter_status(model)] == ["mask_decoder.transformer.layers.0.self_attn"]
+    model(pixel_values=torch.zeros(1, 3, 64, 64), input_points=torch.zeros(1, 1, 1, 2))
 
 
 def test_models_that_share_a_config_stay_apart(tmp_path):

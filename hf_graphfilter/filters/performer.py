@@ -89,7 +89,8 @@ class PerformerConfig(ReplacingConfig):
 
     Args:
         features (int, default 256): Number of random features per head, at most 4096.
-        seed (int, default 0): Seed of the directions. Each layer of a stack draws its own.
+        seed (int, default 0): Seed of the directions. Each layer that ``patch_model`` patches draws its own. In a model
+            that builds ``GraphFilterAttention`` itself, give each layer another seed.
         init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:

@@ -13,6 +13,7 @@ QUICK = {  # status, and the filters that decode with its cache
     "mixtral": ("verified", ["GFSA", "AGF"]),
     "qwen2_vl": ("verified", ["GFSA", "AGF"]),
     "granite_speech5_ctc": ("verified", []),  # frames stacked, norms in float32
+    "t5gemma2": ("verified", ["GFSA"]),  # an encoder; its decoder attends to both at once, and is left out
     "bloom": ("refused", []),
     "gpt_oss": ("refused", []),
 }

@@ -26,7 +26,7 @@ from .interface import attention_function, honours_softcap, uses_interface
 
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-_CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
+_CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att|_to_(image|token)$", re.I)
 
 
 def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
@@ -44,6 +44,9 @@ def _find_refusal(name: str, module: Any) -> str | None:
         or getattr(module, "is_cross_attention", False)
     ):
         return "cross-attention: A is not square"
+    other_tokens = inspect.signature(type(module).forward).parameters.get("encoder_hidden_states")
+    if other_tokens is not None and other_tokens.default is inspect.Parameter.empty:
+        return "self-attention and cross-attention in one: A is not square"
     if not hasattr(getattr(module, "config", None), "_attn_implementation"):
         return "it has no config to route the attention through"
     if getattr(module, "sinks", None) is not None:
