@@ -19,6 +19,7 @@ from recipes.arguments import FilterArguments
 from recipes.errors import is_main_process, line
 
 TOKENS = "input_ids", "input_ids_2"  # the second of pairs that are encoded apart
+Columns = dict[str, Sequence[str]]  # new name to the names that a source may use
 FILES = {"train": "train", "validation": "valid", "test": "test"}  # the parts, and how official files call them
 
 
@@ -59,6 +60,8 @@ def name_rows(rows: Iterable[list[str]], header: Sequence[str] | None, source: o
     """
     rows = iter(rows)
     names = list(header or next(rows, []))
+    if twice := next((name for name in names if name and names.count(name) > 1), None):
+        raise GraphFilterError(f"{source} has two columns called {twice}")
     for number, cells in enumerate(rows, 1):
         if len(cells) > len(names) or (header and len(cells) < len(names)):
             raise GraphFilterError(f"{source}: row {number} has {len(cells)} columns, {len(names)} were expected")
@@ -98,7 +101,7 @@ def read_text(file: Path) -> str:
         return content.decode("latin-1")
 
 
-def make_table(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], source: object) -> Dataset:
+def make_table(rows: list[dict[str, Any]], columns: Columns, source: object, read_label: Any = lambda x: x) -> Dataset:
     """Return a data set with the columns ``{new name: names that the source may use}``; others are dropped."""
     if not rows:
         raise GraphFilterError(f"{source} holds no rows")
@@ -111,9 +114,19 @@ def make_table(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], so
         if "label" in chosen and is_blank(row[chosen["label"]]):
             raise GraphFilterError(f"{source}: row {number} has no label")
         for name, c in chosen.items():
-            if name.startswith("text") and not isinstance(row[c], str):
+            if name.startswith("text") and not is_text(row[c]):
                 raise GraphFilterError(f"{source}: row {number} has {row[c]!r} as {c}, a text was expected")
-    return Dataset.from_dict({name: [row[c] for row in rows] for name, c in chosen.items()})
+            if name == "label" and isinstance(row[c], list | dict):
+                raise GraphFilterError(f"{source}: row {number} has {row[c]!r} as {c}, a text or a number was expected")
+    cells = {name: [row[c] for row in rows] for name, c in chosen.items()}
+    if "label" in cells:
+        cells["label"] = [*map(read_label, cells["label"])]
+    return Dataset.from_dict(cells)
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is a text of whole characters, which one that was cut within an emoji is not."""
+    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
 
 
 def check_rows(rows: Any, source: object) -> None:
@@ -122,7 +135,7 @@ def check_rows(rows: Any, source: object) -> None:
         raise GraphFilterError(f"{source} is no list of rows with named columns")
 
 
-def choose(columns: dict[str, Sequence[str]], there: list[str], source: object) -> dict[str, str]:
+def choose(columns: Columns, there: list[str], source: object) -> dict[str, str]:
     """Return which of the names that the source may use it does use."""
     chosen = {}
     for name, candidates in columns.items():
@@ -183,9 +196,7 @@ def load_dataset(name: str, config: str | None = None, **options: Any) -> Datase
         ) from error
 
 
-def load_from_hub(
-    name: str, columns: dict[str, Sequence[str]], config: str | None = None, **options: Any
-) -> dict[str, Dataset]:
+def load_from_hub(name: str, columns: Columns, config: str | None = None, **options: Any) -> dict[str, Dataset]:
     """Return the parts of a data set of the Hub with these columns, as in ``make_table``."""
     data = load_dataset(name, config, **options)
     chosen = choose(columns, next(iter(data.values())).column_names, name)

@@ -37,6 +37,17 @@ def mark_refusals() -> Iterator[None]:
 
 
 @contextmanager
+def name_missing_packages() -> Iterator[None]:
+    """Say in one line which package a setting needs, such as wandb for ``--report_to wandb``."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "to be installed" not in str(error):
+            raise
+        raise GraphFilterError(f"settings of the training: {line(error)}") from error
+
+
+@contextmanager
 def one_line_errors(program: str, command: str = "the same command") -> Iterator[None]:
     """Turn user mistakes and what the machine refuses into one line on stderr, exit code 1; 130 when interrupted."""
     resume = f"; finished seeds and checkpoints are kept: run {command} again to resume"

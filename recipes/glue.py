@@ -168,6 +168,8 @@ def check(args, training):
         raise GraphFilterError(
             f"--task {args.task} needs either --data (a file or a folder), or --dataset_name, a data set of the Hub"
         )
+    if args.task == "movie-snippets" and args.data is not None:
+        raise GraphFilterError("movie-snippets come with the package: leave out --data, or use --task ratings")
     if args.task not in OWN and (args.dataset_name or args.dataset_config_name):
         raise GraphFilterError(
             f"--dataset_name goes with --task texts (classes) or ratings (numbers); {args.task} has data of its own"

@@ -18,6 +18,7 @@ from torch.utils.data import Subset
 
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import ImageArguments
+from recipes.checks import SMALLEST, check_ranges
 from recipes.data import split_holdout
 from recipes.errors import line, note
 
@@ -30,7 +31,6 @@ CHOICES = {
     "precision": ("no", "bf16", "fp16"),
     "interpolation": ("bicubic", "bilinear", "nearest", "lanczos", "box", "hamming", "random"),
 }
-SMALLEST = 1e-12  # of what must be above 0
 COUNTS = ("max_train_samples", "max_eval_samples", "max_steps", "batch_size", "device_batch_size", "eval_batch_size")
 RATES = ("learning_rate", "filter_lr", "min_lr", "warmup_lr")
 AMOUNTS = (*RATES, "workers", "warmup_epochs", "weight_decay", "color_jitter", "mixup", "cutmix")
@@ -82,11 +82,7 @@ def check(args: ImageArguments) -> None:
     for name, choices in CHOICES.items():
         if (value := getattr(args, name)) not in choices:
             raise GraphFilterError(f"--{name} {value!r}: it is one of {', '.join(choices)}")
-    for name, (least, most) in RANGES.items():
-        if (value := getattr(args, name)) is not None and not least <= value <= most:
-            lower_bound = "above 0" if least == SMALLEST else f"at least {least:g}"
-            limits = lower_bound if most == math.inf else f"from {least:g} to {most:g}"
-            raise GraphFilterError(f"--{name} {value:g}: a number {limits} is needed")
+    check_ranges(args, RANGES)
 
 
 def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:

@@ -89,21 +89,21 @@ def load_own(numbers: bool, data: str | None, name: str | None, config: str | No
     rows = read_files(Path(data)) if data else read_hub(str(name), config, numbers)
     source, first_rows = rows.get("train") or rows["all"]
     columns = choose_columns([*first_rows[0]])
-    parts = {part: make_table(part_rows, columns, source) for part, (source, part_rows) in rows.items()}
+    read_label = str if numbers else name_class  # of one type, as a table needs them
+    parts = {part: make_table(part_rows, columns, source, read_label) for part, (source, part_rows) in rows.items()}
     for part, table in parts.items():
         texts = [table[column] for column in columns if column != "label"]
         for row, pair in enumerate(zip(*texts, strict=True), 1):
             if not all(map(str.strip, pair)):
                 raise GraphFilterError(f"{rows[part][0]}: row {row} has an empty text")
-    if not numbers:
-        named = {part: [name_class(label) for label in table["label"]] for part, table in parts.items()}
-        parts = {p: table.remove_columns("label").add_column("label", named[p]) for p, table in parts.items()}
     classes = None if numbers else sorted({*(parts.get("train") or parts["all"])["label"]})
     if classes is not None and len(classes) < 2:
         raise GraphFilterError(f"{source} must hold two classes at least")
     parts = {part: encode_labels(table, classes, rows[part][0], by_number=False) for part, table in parts.items()}
     if "validation" not in parts:
         full_table = parts.pop("all", None) or parts["train"]
+        if len(full_table) < 3:
+            raise GraphFilterError(f"{source} has {len(full_table)} rows: training and evaluation need three")
         train, validation = split_holdout(len(full_table), VALIDATION)
         parts |= {"train": full_table.select(train), "validation": full_table.select(validation)}
     # a source may be sorted by class, and --max_eval_samples takes the first rows
@@ -119,8 +119,11 @@ def name_class(label: Any) -> str:
 
 
 def choose_columns(there: list[str]) -> dict[str, tuple[str, ...]]:
-    """Return the names that the columns of texts and label may have: two texts, where both of a pair are there."""
+    """Return the names that the columns of texts and label may have.
+
+    There are two texts where both of a pair are there, and no column ``text``.
+    """
     names = {name.lower() for name in there}
-    pair = next((pair for pair in PAIRS if names.issuperset(pair)), None)
+    pair = next((pair for pair in PAIRS if names.issuperset(pair) and "text" not in names), None)
     texts = {"text_a": (pair[0],), "text_b": (pair[1],)} if pair else {"text_a": TEXT}
     return {name: with_capitals(candidates) for name, candidates in {**texts, "label": LABEL}.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments
+from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_options
@@ -20,6 +20,7 @@ from hf_graphfilter.filters import get_filter, import_filters
 from hf_graphfilter.filters.core.registry import UnknownFilterError
 from hf_graphfilter.patching.layers import parse_layers
 from recipes.arguments import ALIASES, DEFAULTS, SMOKE, RecipeArguments
+from recipes.checks import check_training, check_values
 from recipes.errors import is_main_process
 from recipes.identities import INCIDENTAL, ROWS, identity, list_differences
 from recipes.models import load_model
@@ -132,7 +133,8 @@ class Settings:
     def override(self, values: dict[str, Any], changes: dict[str, Any], where: str = "") -> dict[str, Any]:
         """Return ``values`` with ``changes`` on top.
 
-        Options of a filter and fields of a model are added to those below, unless it is another.
+        Options of a filter and fields of a model are added to those below, unless it is another. A number of epochs
+        replaces one of steps.
         """
         merged, current = dict(values), self.defaults | values
         for key, value in changes.items():
@@ -149,6 +151,8 @@ class Settings:
             typed = owner == "model" and changes.get(owner) in CONFIG_MAPPING  # without weights of its own
             if owner_changed and not typed and values.get(options) and options not in changes:
                 merged[options] = []
+        if "max_steps" not in changes and not {"num_train_epochs", "epochs"}.isdisjoint(changes):
+            merged.pop("max_steps", None)  # which would take precedence over these epochs
         return merged
 
     def _read(self, key: str, value: Any, where: str) -> Any:
@@ -186,30 +190,17 @@ class Settings:
                 raise GraphFilterError(f"{error}: --import MODULE; --filter none is the baseline") from error
             config.from_options(**parse_options(values.get("filter_options", [])))
             parse_layers(values.get("layers", "all"))
-        seeds = values.get("seeds", [1])
-        if not seeds or len(set(seeds)) < len(seeds):
-            raise GraphFilterError(f"--seeds {seeds}: name each seed once, at least one")
-        if not all(0 <= seed < 2**32 for seed in seeds):
-            raise GraphFilterError(f"--seeds {seeds}: a seed is from 0 to {2**32 - 1}")
-        if values.get("seed") is not None and seeds != [values["seed"]]:
-            raise GraphFilterError(f"--seed {values['seed']}: name seeds with --seeds {values['seed']}, a run for each")
-        if values.get("push_to_hub") and len(seeds) > 1:
-            raise GraphFilterError("--push_to_hub pushes one checkpoint: name one seed with --seeds")
-        if values.get("push_to_hub") and values.get("save_strategy") == "no":
-            raise GraphFilterError("--push_to_hub needs a saved checkpoint, but save_strategy is 'no'")
-        if values.get("resume_from_checkpoint") is not None:
-            raise GraphFilterError("a run resumes from its own last checkpoint: leave out --resume_from_checkpoint")
+        check_values(values)
         if size := values.get("train_tokenizer"):
             if not values.get("from_scratch") and issubclass(self.recipe.arguments[0], RecipeArguments):
                 raise GraphFilterError("--train_tokenizer needs --from_scratch: pretrained weights know their tokens")
             if (name := values.get("tokenizer") or "words") != "words":
                 raise GraphFilterError(f"--train_tokenizer {size} and --tokenizer {name} exclude each other: use one")
-        if values.get("early_stopping_patience") is not None:
-            if values.get("eval_strategy") == "no":
-                raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")
-            if not values.get("metric_for_best_model") and not values.get("load_best_model_at_end"):
-                raise GraphFilterError("--early_stopping_patience needs --metric_for_best_model, loss or another")
-        self.recipe.check(*self.arguments(values))
+        arguments = self.arguments(values)
+        for training in arguments:
+            if isinstance(training, TrainingArguments):
+                check_training(training)
+        self.recipe.check(*arguments)
 
     def arguments(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """Return an instance of each of the recipe's dataclasses."""

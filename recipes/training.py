@@ -33,7 +33,7 @@ from hf_graphfilter.patching.status import FilterStatus
 from hf_graphfilter.training import BlendSchedule
 from recipes.arguments import RecipeArguments
 from recipes.checkpoints import has_ended, last_checkpoint
-from recipes.errors import mark_refusals
+from recipes.errors import mark_refusals, name_missing_packages, note
 
 
 class Clock(TrainerCallback):
@@ -78,7 +78,11 @@ def fit(
     """
     start = filter_status(model)
     options |= {"train_dataset": data["train"], "eval_dataset": data.get("validation"), "processing_class": tokenizer}
-    trainer = make_trainer(args, training, model, trainer_class, **options)
+    kind, outputs = (getattr(model.config, name, None) for name in ("problem_type", "num_labels"))
+    if training.label_smoothing_factor and (kind in ("regression", "multi_label_classification") or outputs == 1):
+        raise GraphFilterError("--label_smoothing_factor is for classes, and the labels of this task are numbers")
+    with name_missing_packages():
+        trainer = make_trainer(args, training, model, trainer_class, **options)
     if mean_loss:
         trainer.model_accepts_loss_kwargs = False
     if args.early_stopping_patience is not None:
@@ -88,7 +92,7 @@ def fit(
     begin_peak_memory(training.device)
     start_time = time.perf_counter()
     try:
-        with mark_refusals():
+        with mark_refusals(), name_missing_packages():
             train(trainer, last_checkpoint(Path(training.output_dir)))
     except KeyError as error:
         if "metric_for_best_model" not in str(error):
@@ -232,4 +236,7 @@ def train(trainer: Trainer, checkpoint: str | None) -> Any:
     """Train from a checkpoint, if there is one. Where the run had come to its end, no step is added."""
     if checkpoint is not None and has_ended(Path(checkpoint)):
         trainer._run_epoch = lambda **kwargs: None  # the Trainer would do at least one step of an epoch that it begins
+    elif checkpoint is not None and trainer.args.save_only_model:
+        note(f"{checkpoint} holds no optimizer (--save_only_model): the run begins again")
+        checkpoint = None
     return trainer.train(resume_from_checkpoint=checkpoint)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -42,6 +43,7 @@ from hf_graphfilter.analysis.comparison import paired_comparison
 from recipes import (
     checkpoints,
     compare,
+    errors,
     glue,
     graphs,
     identities,
@@ -208,6 +210,19 @@ def test_the_settings_of_the_papers(recipe, config, task, expected):
             "--train_tokenizer 300 and --tokenizer bert exclude each other",
         ),
         (["--task", "cola", "--layers", "evn"], "layers='evn': a text is 'all'"),
+        (["--task", "cola", "--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps 0: .* at least 1 is"),
+        (
+            ["--task", "cola", "--per_device_eval_batch_size", "0"],
+            "--per_device_eval_batch_size 0: a number at least 1",
+        ),
+        (["--task", "cola", "--learning_rate=-1"], "--learning_rate -1: a number at least 0 is needed"),
+        (["--task", "cola", "--batch_eval_metrics", "true"], "--batch_eval_metrics True: the recipes compute"),
+        (["--task", "cola", "--eval_do_concat_batches", "false"], "--eval_do_concat_batches False: the recipes"),
+        (
+            ["--task", "cola", "--lr_scheduler_type", "cosine_with_min_lr"],
+            "--lr_scheduler_type cosine_with_min_lr, .*min_lr",
+        ),
+        (["--task", "movie-snippets", "--data", "mine.csv"], "leave out --data, or use --task ratings"),
         ([], "no task given"),
     ],
 )
@@ -239,6 +254,25 @@ def test_wrong_files_are_one_clear_error(text, message, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(GraphFilterError, match=message):
         parse("glue", "--config", tmp_path / "a.yaml", "--task", "cola", "--model", "m", "--use_cpu")
+
+
+def test_a_number_of_epochs_replaces_one_of_steps():
+    config = ("language_modeling", "--config", "language_modeling/deep.yaml", "--task", "ptb", "--use_cpu")
+    values, _ = parse(*config)
+    assert values["max_steps"] == 2500
+    values, _ = parse(*config, "--num_train_epochs", "3")
+    assert (values.get("max_steps"), values["num_train_epochs"]) == (None, 3)
+    values, _ = parse(*config, "--num_train_epochs", "3", "--max_steps", "7")
+    assert values["max_steps"] == 7
+
+
+def test_a_package_that_a_setting_needs_is_named():
+    for error in (ImportError("pip install bitsandbytes"), RuntimeError("it requires wandb to be installed.")):
+        with pytest.raises(GraphFilterError, match=r"settings of the training: .*(bitsandbytes|wandb)"):  # noqa: SIM117
+            with errors.name_missing_packages():
+                raise error
+    with pytest.raises(RuntimeError, match="shapes"), errors.name_missing_packages():
+        raise RuntimeError("shapes differ")
 
 
 def test_settings_of_a_file_are_read_as_flags(tmp_path):
@@ -584,6 +618,21 @@ def test_a_run_that_stopped_early_is_over_also_after_an_interruption(cola, tmp_p
     assert (again["steps"], again["metrics"]) == (whole["steps"], whole["metrics"])
 
 
+def test_without_an_optimizer_an_interrupted_run_begins_again(cola, tmp_path, capsys, transformers_warnings):
+    argv = [*ENCODER, "--task", "cola", "--data", cola, *SHORT, "--save_strategy", "steps", "--save_steps", "1"]
+    argv += ["--save_only_model", "true", "--save_total_limit", "9", "--output_dir"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    runs.main(glue.RECIPE, [*map(str, [*argv, whole])])
+    shutil.copytree(whole, cut)
+    (cut / "seed-1" / "record.json").unlink()
+    last = max(cut.glob("seed-1/checkpoint-*"), key=lambda folder: int(folder.name.partition("-")[2]))
+    shutil.rmtree(last)
+    runs.main(glue.RECIPE, [*map(str, [*argv, cut])])
+    transformers_warnings.clear()
+    assert "holds no optimizer (--save_only_model): the run begins again" in capsys.readouterr().err
+    assert record(cut)["metrics"] == record(whole)["metrics"]
+
+
 def test_a_run_of_its_own_config_is_the_same_run(cola, tmp_path):
     argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--smoke"]
     runs.main(glue.RECIPE, [*map(str, argv), "--max_steps", "3"])
@@ -886,6 +935,35 @@ def test_texts_of_ones_own(tmp_path, monkeypatch, transformers_warnings):
     assert read == {"train": {"a": 1, "b": 0}, "validation": {"a": 1, "b": 0}}
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "cut \ud83d", "label": 1}], r"row 1 has 'cut \\ud83d' as text, a text was expected"),
+        ([{"text": "a", "label": ["x", "y"]}], r"row 1 has \['x', 'y'\] as label, a text or a number"),
+        ([{"text": "a", "label": 1}, {"text": "b", "label": 0}], "has 2 rows: training and evaluation need three"),
+    ],
+)
+def test_tables_of_ones_own_that_cannot_be_used_are_named(rows, message, tmp_path):
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(GraphFilterError, match=message):
+        own_texts.load_own(False, str(tmp_path / "mine.jsonl"), None, None)
+
+
+def test_labels_of_ones_own_may_be_texts_and_numbers(tmp_path):
+    rows = [{"text": f"a {i}", "label": label} for i, label in enumerate([1, "1", 0, "spam"])]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert own_texts.load_own(False, str(tmp_path / "mine.jsonl"), None, None)[1] == ["0", "1", "spam"]
+
+
+def test_the_columns_of_ones_own_are_those_that_are_named(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("text,question,answer,label\n" + "".join(f"t{i},q,a,{i % 2}\n" for i in range(6)))
+    assert own_texts.load_own(False, str(file), None, None)[0]["train"].column_names == ["text_a", "label"]
+    file.write_text("text,text,label\na,b,1\nc,d,0\n")
+    with pytest.raises(GraphFilterError, match="has two columns called text"):
+        own_texts.load_own(False, str(file), None, None)
+
+
 def test_labels_of_ones_own_are_what_they_say(tmp_path, monkeypatch, capsys):
     """pandas writes classes as 1.0 where a column had gaps, and the gaps as empty cells."""
     (tmp_path / "train.csv").write_text("text,label\na,1.0\nb,2.0\nc,3.0\n")
@@ -989,6 +1067,7 @@ def test_options_have_no_order():
         (["--task", "texts", "--data", "empty.csv"], "empty.csv: row 2 has an empty text"),
         (["--task", "ratings", "--data", "two.csv"], "two.csv: row 1 has the label 'x', expected a number"),
         (["--task", "texts", "--data", "columns.csv"], "columns.csv has no column text or sentence"),
+        (["--task", "ratings", "--data", "numbers.csv", "--label_smoothing_factor", "0.1"], "factor is for classes"),
     ],
 )
 def test_texts_of_ones_own_that_cannot_be_used(flags, message, tmp_path, monkeypatch, capsys):
@@ -996,6 +1075,7 @@ def test_texts_of_ones_own_that_cannot_be_used(flags, message, tmp_path, monkeyp
     Path("one.csv").write_text("text,label\na,x\nb,x\n")
     Path("two.csv").write_text("text,label\na,x\nb,y\n")
     Path("empty.csv").write_text("text,label\na,x\n ,y\n")
+    Path("numbers.csv").write_text("text,label\na,1\nb,2\nc,3\n")
     Path("columns.csv").write_text("words,label\na,x\nb,y\n")
     with pytest.raises(SystemExit):
         runs.main(glue.RECIPE, [*ENCODER, *SHORT, *flags, "--output_dir", "run"])
@@ -1620,9 +1700,8 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
         settings = Settings(RECIPES[content["recipe"]])
         config = next((c for part, c in names.items() if part in file.stem), f"{content['recipe']}/small")
         flags = (arena | earlier).get(file.stem, "").split()
-        values, sections = settings.parse(
-            ["--config", config, "--task", content["task"], "--data", "elsewhere", *flags]
-        )
+        flags += [] if content["task"] == "movie-snippets" else ["--data", "elsewhere"]
+        values, sections = settings.parse(["--config", config, "--task", content["task"], *flags])
         only = [*content["variants"]][1:] if file.stem in arena else None
         chosen = compare.choose_variants(settings, values, sections, only=only)
         for variant, overrides in chosen.items():
