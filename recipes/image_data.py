@@ -112,8 +112,8 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
         raise GraphFilterError(
             f"--data: {train} has {len(classes)} classes, {val} {len(val_classes)}; {unmatched[0]} is in one only"
         )
-    if not classes:
-        raise GraphFilterError(f"--data: {train} holds no class folders")
+    if len(classes) < 2:
+        raise GraphFilterError(f"--data: {train} has {len(classes)} class folders, and two at least are needed")
     class_map = {name: i for i, name in enumerate(classes)}
     try:
         parts = Images(train, args.bad_images, class_map), Images(val, args.bad_images, class_map, evaluated=True)

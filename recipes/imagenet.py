@@ -164,7 +164,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
         )
     per_epoch = len(train) // accumulate
     epochs = math.ceil(args.max_steps / per_epoch) if args.max_steps else math.ceil(args.epochs)
-    total, warm_up = args.max_steps or round(args.epochs * per_epoch), round(args.warmup_epochs * per_epoch)
+    warm_up, total = round(args.warmup_epochs * per_epoch), args.max_steps or round(args.epochs * per_epoch) or 1
     if total <= warm_up > 0:
         raise GraphFilterError(
             f"--warmup_epochs {args.warmup_epochs:g} leaves the learning rate rising to the end, after {epochs} epochs"

@@ -1,6 +1,7 @@
 """The image recipe, on small images made here."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,9 @@ def test_what_a_model_of_transformers_does_not_take_is_one_line(
 
 
 def test_as_many_images_as_asked_for(data, tmp_path):
-    found = run(data, tmp_path / "run", "--max_train_samples", "24", "--max_eval_samples", "5", "--epochs", "1")
+    some = ["--max_train_samples", "24", "--max_eval_samples", "5"]
+    assert run(data, tmp_path / "short", *some, "--epochs", "0.01")["steps"] == 1
+    found = run(data, tmp_path / "run", *some, "--epochs", "1")
     assert found["steps"] == 3
     assert found["metrics"]["validation/accuracy"] * 5 == pytest.approx(
         round(found["metrics"]["validation/accuracy"] * 5)
@@ -349,6 +352,11 @@ def empty(folder):
         (None, ["--auto_augment", "foo", "--crop_scale", "0.5"], "--auto_augment foo: timm cannot make these"),
         (None, ["--report_to", "foo"], "--report_to foo"),
         (lambda d: (d / "val" / "red").rename(d / "val" / "green"), [], "green is in one only"),
+        (
+            lambda d: [shutil.rmtree(d / part / "red") for part in ("train", "val")],
+            [],
+            "train has 1 class folders, and two",
+        ),
         (lambda d: (d / "val").rename(d / "other"), [], "needs folders train and val"),
         (None, ["--data", "nowhere"], "there is no folder nowhere"),
         (None, ["--model_options", "img_size=64"], "use --img_size"),
