@@ -1682,8 +1682,8 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
         "lra-imdb-4096": "--max_length 4096 --num_train_epochs 2 --per_device_train_batch_size 8",
     }
     before = "--from_scratch attention_dropout=0.0 activation_dropout=0.0 initializer_range=0.02"
-    before += " --learning_rate 5e-4 --num_train_epochs 60"
-    earlier = {"graphs-zinc": before}  # see docs/graphs.md
+    before += " --learning_rate 5e-4 --num_train_epochs 60 --filter_options K=3"
+    earlier = {"graphs-zinc": before, "graphs-zinc-sweep": "--num_train_epochs 40"}  # see docs/graphs.md
     ablations = (
         "--from_scratch hidden_size=64 num_attention_heads=4 intermediate_size=256 --lr_scheduler_type linear "
         "--warmup_steps 0.1 --eval_steps 0.05 --load_best_model_at_end false"

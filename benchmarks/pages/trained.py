@@ -25,7 +25,7 @@ def recipe_tables(*names: str) -> str:
         if content["name"].startswith("lra-") and content["task"] != "image":
             notes += [f"at most {run['settings']['max_length']:,} tokens"]
         lengths_differ = any("num_train_epochs" in overrides for overrides in content["variants"].values())
-        if content["name"].startswith("lra-") or lengths_differ:
+        if content["name"].startswith("lra-") or lengths_differ or content["sweep"]:
             notes += [f"{run['settings']['num_train_epochs']:g} epochs"]
         machines = dict.fromkeys(run["machine"] for run in content["runs"])
         versions = dict.fromkeys(run["versions"]["torch"] for run in content["runs"])
@@ -33,8 +33,6 @@ def recipe_tables(*names: str) -> str:
         notes += [f"{run_days}, {' and '.join(machines)}, torch {' and '.join(versions)}"]
         title = f"**{content['model']} on {content['task']}**" + (" (sweep)" if content["sweep"] else "")
         parts += [f"{title}. {'; '.join(notes)}.", markdown_table(*summary_rows(content))]
-        if content["sweep"]:
-            parts += [f"![{content['metric']} over the sweep](results/{content['name']}.png)"]
     comparisons = [c for c in contents if not c["sweep"]]
     mean = [mean_over_tasks(comparisons)] if len(comparisons) > 1 and names == ("glue",) else []
     return "\n\n".join(mean + parts)
