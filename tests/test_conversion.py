@@ -41,6 +41,8 @@ from transformers import (
     MistralModel,
     OPTConfig,
     OPTForCausalLM,
+    RobertaConfig,
+    RobertaModel,
     T5EncoderModel,
     ViTConfig,
     ViTForImageClassification,
@@ -60,7 +62,7 @@ from hf_graphfilter import (
     save_filter,
     unpatch_model,
 )
-from hf_graphfilter.analysis.model_inputs import name_mistakes
+from hf_graphfilter.analysis.model_inputs import longest_text, name_mistakes
 from hf_graphfilter.devices import device_of
 from hf_graphfilter.files import locked, read_state, write_state
 from hf_graphfilter.filters.core.attached import filters_of
@@ -148,6 +150,24 @@ def test_far_field_is_the_default_and_short_models_are_told_that_it_hardly_pays(
     assert report.config["sinks"] == 2  # at most the window
     assert report.error < report.error_before
     assert "LlamaForCausalLM takes at most 64 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "longest"), [(BertModel, BertConfig, 14), (RobertaModel, RobertaConfig, 12)]
+)
+def test_positions_behind_that_of_padding_are_not_those_of_tokens(kind, config, longest):
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    model = kind(config(**sizes, max_position_embeddings=14)).eval()
+    assert longest_text(model) == longest
+    model(torch.full((1, longest), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, longest + 1), 5))
 
 
 @pytest.mark.parametrize("train", ["filters", "lora", "all"])

@@ -287,6 +287,17 @@ def test_an_optimizer_of_the_deepspeed_file_is_refused(in_arguments, tmp_path):
         trainer.create_optimizer()
 
 
+def test_a_fitted_filter_may_be_frozen(tmp_path, transformers_warnings):
+    """It has no coefficients: all its tensors show that it is not at its start."""
+    fitted = patch_model(plain(), "far_field", window=4)
+    with torch.no_grad():
+        for parameter in filter_parameters(fitted):
+            parameter.add_(0.01)
+    fitted.requires_grad_(False).classifier.requires_grad_(True)
+    train(fitted, TrainingArguments(tmp_path, **LITTLE))
+    assert not transformers_warnings
+
+
 class Distilled(nn.Module):
     """A model of your own, in which a filter is kept as it is."""
 
@@ -431,10 +442,15 @@ def test_accelerate(apart, monkeypatch, transformers_warnings):
     monkeypatch.setenv(VARIABLE, "0.02")
     optimizer = torch.optim.AdamW(trained.parameters(), lr=2e-5)
     assert rates(prepare(trained, optimizer), trained) == ({0.02}, {2e-5})
-    scheduled = torch.optim.AdamW(trained.parameters(), lr=2e-5)
-    torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 1.0)  # has read the groups already
+    for rate in (2e-5, 1e-2):
+        scheduled = torch.optim.AdamW(trained.parameters(), lr=rate)
+        torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 1.0)  # has read the groups already
+        prepare(trained, scheduled)
+        assert "filter_lr=0.02 is not applied to the optimizer that" in transformers_warnings.pop()
+    scheduled = torch.optim.AdamW(parameter_groups(trained, rate, filter_lr=0.03))
+    torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 1.0)
     prepare(trained, scheduled)
-    assert "share the learning rate" in transformers_warnings.pop()
+    assert not transformers_warnings
 
 
 def test_two_optimizers_train_a_part_each(monkeypatch, transformers_warnings):

@@ -198,6 +198,21 @@ def test_a_run_without_a_filter_does_not_resume_with_one(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in state(patched).items())
 
 
+@pytest.mark.parametrize("name", ["gfsa", "linear_transformer"])  # the second has no tensors
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_a_run_with_a_filter_does_not_resume_in_fewer_layers(layers, name, tmp_path):
+    whole, less = (BertForSequenceClassification(FAMILIES["bert"].config) for _ in range(2))
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
+    args = FilterTrainingArguments(tmp_path / "a", max_steps=3, save_steps=3, **quiet)
+    Trainer(patch_model(whole, name), args, train_dataset=Toy()).train()
+    if layers:
+        patch_model(less, name, layers=layers)
+    resumed = Trainer(less, FilterTrainingArguments(tmp_path / "b", max_steps=6, **quiet), train_dataset=Toy())
+    message = "checkpoint-3 was trained with .*, and the model has none: patch it as it was"
+    with pytest.raises(GraphFilterError, match=message):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+
+
 @pytest.mark.parametrize("only_model", [True, False])
 def test_a_run_does_not_resume_with_more_layers(only_model, tmp_path):
     few, many = (BertForSequenceClassification(FAMILIES["bert"].config) for _ in range(2))

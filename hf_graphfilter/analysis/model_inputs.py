@@ -31,6 +31,20 @@ def check_batches(batches: Any) -> Any:
     return batches
 
 
+def longest_text(model: Any) -> int | None:
+    """Return the number of tokens for which a model of transformers has positions, or None without a limit."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return None
+    # RoBERTa and its like count positions from behind the one of padding
+    paddings = [
+        module.padding_idx
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    return longest - (max(paddings) + 1 if paddings else 0)
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on the device.
 

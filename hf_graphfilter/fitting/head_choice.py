@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..analysis.model_inputs import longest_text
 from ..analysis.observing import Call, Reader, observe
 from ..errors import GraphFilterError, is_number, shown
 from ..filters import ReplacingConfig
@@ -124,9 +125,9 @@ def choose_heads(
         remedy = "give them as keep={4: [0, 2]}" if any(site.causal for site in sites) else "leave keep= out"
         raise GraphFilterError(f"keep='{share:.0%}' chooses heads of decoders with one stack: {remedy}")
     config = FarFieldConfig.for_conversion() if config is None else config
-    reach, longest = 2 * config.window - 1, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    reach = 2 * config.window - 1
     if not (problem := problem_of(held_out)):
-        probes = make_probes(held_out, reach, longest or sys.maxsize)
+        probes = make_probes(held_out, reach, longest_text(model) or sys.maxsize)
         problem = "" if probes else "the held-out batches are too short for probes of retrieval"
     if problem:
         raise GraphFilterError(f"keep='{share:.0%}': {problem}; give the heads as keep={{4: [0, 2]}}")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..analysis.model_inputs import name_mistakes
+from ..analysis.model_inputs import longest_text, name_mistakes
 from ..errors import GraphFilterError
 from ..filters import FilterConfig, ReplacingFilter
 from ..filters.core.attached import filters_of
@@ -208,8 +208,8 @@ def _check_model(model: nn.Module, train: Train, recompute: bool) -> None:
 
 def _warn_of_short_texts(model: Any) -> None:
     """Log a warning if the model's longest text is so short that attention is fast."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(longest, int) and longest <= SHORT:
+    longest = longest_text(model)
+    if longest is not None and longest <= SHORT:
         logger.warning(
             "%s takes at most %d tokens. At this length a linearized model is hardly faster than the original: see "
             "report.time(model) before you use it",

@@ -14,6 +14,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from ..analysis.model_inputs import longest_text
 from ..devices import device_of, wait_for
 from ..errors import GraphFilterError, has_type, shown
 from ..hosts import encoder_of
@@ -126,7 +127,7 @@ def _limit_lengths(
     If none of the usual lengths leaves room, return the longest length that does.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    vocabulary, limit = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    vocabulary, limit = getattr(config, "vocab_size", None), longest_text(model)
     if limit is None and lengths is None:  # no limit (T5), but the model was not made for 16,384 tokens
         limit = UNBOUNDED
     lengths = list(lengths) if isinstance(lengths, Iterable) else lengths

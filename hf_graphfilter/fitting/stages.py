@@ -15,6 +15,7 @@ from huggingface_hub.utils import tqdm
 from torch import Tensor
 
 from ..analysis.branches import switch_off
+from ..analysis.model_inputs import longest_text
 from ..devices import device_of
 from ..errors import GraphFilterError
 from ..filters.core.attached import CHILD
@@ -131,9 +132,7 @@ class Linearization(Fit):
         else:
             problem = problem_of(self.batches.held_out)
         if not problem:
-            config: Any = self.model.config
-            longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-            probes = make_probes(self.batches.held_out, reach, longest)
+            probes = make_probes(self.batches.held_out, reach, longest_text(self.model) or sys.maxsize)
             self.probes = [inputs_of(self.model, probe, labels=True) for probe in probes]
             problem = "" if probes else "the held-out batches are too short for probes of retrieval"
         if not problem:

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig, GraphFilter
-from ..filters.core.attached import CHILD, copy_restarted, filters_of, patched_modules, read_whole
+from ..filters.core.attached import (
+    CHILD,
+    copy_restarted,
+    filters_of,
+    has_start_values,
+    is_sharded,
+    patched_modules,
+    read_whole,
+)
 from ..hosts import Host, host_of, host_of_module, unwrapped
 from ..tables import html_table, text_table
 
@@ -135,8 +143,18 @@ def _find_models(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modul
 
 
 def has_moved(model: nn.Module) -> bool:
-    """Return whether any learned coefficient of the filters in a module differs from its start value."""
-    return any(_distance_from_start(each, _read_coefficients(each)) for _, each in filters_of(model))
+    """Return whether any number of the filters in a module differs from its start value.
+
+    Of sharded filters only the learned coefficients are compared, which are few.
+    """
+    for _, graph_filter in filters_of(model):
+        if any(tensor.is_meta or is_sharded(tensor) for tensor in graph_filter.state_dict(keep_vars=True).values()):
+            has_changed = bool(_distance_from_start(graph_filter, _read_coefficients(graph_filter)))
+        else:
+            has_changed = not has_start_values(graph_filter)
+        if has_changed:
+            return True
+    return False
 
 
 def _read_coefficients(graph_filter: GraphFilter) -> dict[str, Tensor]:

@@ -157,8 +157,9 @@ def find_rate_problem(
     filter_groups = [group for group in groups if any(id(p) in filter_ids for p in group["params"])]
     if filter_lr is not None and any(id(p) not in filter_ids for group in filter_groups for p in group["params"]):
         return (
-            f"filter_lr={filter_lr:g} is not applied to the optimizer that was passed to the Trainer: make it with "
-            "parameter_groups(model, lr=..., filter_lr=...), or let the Trainer make it"
+            f"filter_lr={filter_lr:g} is not applied to the optimizer that was passed to the Trainer, or that a "
+            "schedule reads already: make it with parameter_groups(model, lr=..., filter_lr=...), or let the Trainer "
+            "make it"
         )
     weight_rates = {_peak(group) for group in groups if any(id(p) not in filter_ids for p in group["params"])}
     if filter_lr is not None and not weight_rates:
@@ -208,7 +209,8 @@ def prepare_with_rate(original: Function, self: Any, *args: Any, **kwargs: Any) 
                 if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
                     split_filter_groups(optimizer, model, rate, all_optimizers)
             groups = [group for optimizer in all_optimizers for group in optimizer.param_groups]
-            report_problem(find_rate_problem(model, SimpleNamespace(param_groups=groups)), self.is_main_process)
+            problem = find_rate_problem(model, SimpleNamespace(param_groups=groups), filter_lr=rate)
+            report_problem(problem, self.is_main_process)
     return original(self, *args, **kwargs)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..filters import GraphFilter
-from ..filters.core.attached import copy_restarted, filters_of, is_sharded
+from ..filters.core.attached import filters_of, has_start_values, is_sharded
 from ..filters.core.record import describe_record, record_of
 from ..filters.core.replacing import ReplacingFilter
 
@@ -48,7 +47,4 @@ def _is_original(graph_filter: GraphFilter) -> bool:
         return False
     if isinstance(graph_filter, ReplacingFilter):
         return not graph_filter.gate.any()  # type: ignore[union-attr]  # has a gate, since it starts as the original
-    with torch.random.fork_rng(devices=[]):
-        first, second = (copy_restarted(graph_filter).state_dict() for _ in range(2))
-    fixed = [name for name, start in first.items() if torch.equal(start, second[name])]  # others start at random values
-    return all(torch.equal(tensors[name].cpu(), first[name]) for name in fixed)
+    return has_start_values(graph_filter)

@@ -58,8 +58,8 @@ def _resume_with_optimizer(original: Function, self: Any, checkpoint: str | None
 
 
 def check_same_filter(model: Any, checkpoint: str) -> None:
-    """Raise an error if a checkpoint of a whole model has no filters, or others than ``model`` in the same modules."""
-    if not isinstance(model, nn.Module) or not filters_of(model):
+    """Raise an error if a checkpoint of a whole model has other filters than ``model``, or only one of them has any."""
+    if not isinstance(model, nn.Module):
         return
     try:
         saved_config = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8"))
@@ -69,20 +69,21 @@ def check_same_filter(model: Any, checkpoint: str) -> None:
     if not isinstance(base, PreTrainedModel):
         return
     records = dict(_find_records(base.config, saved_config))
+    filters = {name: graph_filter.config for name, graph_filter in filters_of(base)}
     if not records:
-        if Path(checkpoint, "optimizer.pt").is_file():
+        if filters and Path(checkpoint, "optimizer.pt").is_file():
             raise GraphFilterError(
                 f"{checkpoint} was trained without a filter, so its optimizer knows no coefficients: load it with "
                 "from_pretrained, patch it, and begin a new run"
             )
         return
     saved_filters = _read_filters(base, records, checkpoint)
-    for name, graph_filter in filters_of(base):
-        saved_filter = saved_filters.get(name)
-        if saved_filter != graph_filter.config:
+    for name in {**filters, **saved_filters}:
+        saved_filter, own_filter = saved_filters.get(name), filters.get(name)
+        if saved_filter != own_filter:
             raise GraphFilterError(
                 f"{checkpoint} was trained with {saved_filter or 'no filter'} at {name}, and the model has "
-                f"{graph_filter.config}: patch it as it was to resume the run, or load the checkpoint with "
+                f"{own_filter or 'none'}: patch it as it was to resume the run, or load the checkpoint with "
                 "from_pretrained"
             )
 

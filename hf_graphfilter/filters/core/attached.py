@@ -155,3 +155,12 @@ def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
             part.__class__ = part_class
     start.reset_parameters()
     return start
+
+
+def has_start_values(graph_filter: GraphFilter) -> bool:
+    """Return whether no tensor differs from its start value; those that start at random values are left out."""
+    with torch.random.fork_rng(devices=[]):
+        first, second = (copy_restarted(graph_filter).state_dict() for _ in range(2))
+    tensors = graph_filter.state_dict()
+    fixed = [name for name, start in first.items() if torch.equal(start, second[name])]
+    return all(torch.equal(tensors[name].cpu(), first[name]) for name in fixed)
