@@ -151,7 +151,8 @@ class Settings:
             typed = owner == "model" and changes.get(owner) in CONFIG_MAPPING  # without weights of its own
             if owner_changed and not typed and values.get(options) and options not in changes:
                 merged[options] = []
-        if "max_steps" not in changes and not {"num_train_epochs", "epochs"}.isdisjoint(changes):
+        has_epochs = not {"num_train_epochs", "epochs"}.isdisjoint(changes)
+        if has_epochs and "max_steps" not in changes and not values.get("smoke"):
             merged.pop("max_steps", None)  # which would take precedence over these epochs
         return merged
 

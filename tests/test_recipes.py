@@ -264,6 +264,9 @@ def test_a_number_of_epochs_replaces_one_of_steps():
     assert (values.get("max_steps"), values["num_train_epochs"]) == (None, 3)
     values, _ = parse(*config, "--num_train_epochs", "3", "--max_steps", "7")
     assert values["max_steps"] == 7
+    values, _ = parse(*config, "--smoke")
+    smoke = Settings(language_modeling.RECIPE).override(values, {"num_train_epochs": 3})  # of a variant
+    assert smoke["max_steps"] == values["max_steps"] == 4
 
 
 def test_a_package_that_a_setting_needs_is_named():
