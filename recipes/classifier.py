@@ -7,8 +7,8 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.analysis.model_inputs import position_table
 from hf_graphfilter.models.converter.layers import pooled, recurrent, sinusoidal
-from recipes.inputs import position_table
 
 POOLINGS = ("mean_max", "mean", "first", "flatten")
 POSITIONS = ("gru", "sinusoidal", "none")

@@ -113,7 +113,7 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
             f"--data: {train} has {len(classes)} classes, {val} {len(val_classes)}; {unmatched[0]} is in one only"
         )
     if len(classes) < 2:
-        raise GraphFilterError(f"--data: {train} has {len(classes)} class folders, and two at least are needed")
+        raise GraphFilterError(f"--data: {train} needs two class folders at least, and has {len(classes)}")
     class_map = {name: i for i, name in enumerate(classes)}
     try:
         parts = Images(train, args.bad_images, class_map), Images(val, args.bad_images, class_map, evaluated=True)

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from datasets import DatasetDict
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.analysis.model_inputs import count_places, position_table
 from recipes.data import TOKENS, encode, iterate_texts, report_truncation
 from recipes.models import load_tokenizer, make_symbol_tokenizer, train_symbols
 
@@ -71,25 +72,16 @@ def longest_of(data: DatasetDict) -> int:
 
 
 def check_room(model: Any, tokenizer: Any | None, longest: int) -> None:
-    """Raise unless the model has an embedding of each token and place; RoBERTa's places begin after that of padding."""
+    """Raise unless the model has an embedding of each token and place."""
     if tokenizer is not None and len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
         raise GraphFilterError(f"the tokenizer has {len(tokenizer)} entries, and {model.name_or_path} has {entries}")
     if (table := position_table(model)) is None:
         return
-    room = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
-    if longest > room:
+    if longest > (room := count_places(table)):
         raise GraphFilterError(
             f"sequences of {longest} tokens (a multiple of {PADDED_TO} that texts are padded to) or steps, and the "
             f"model has places for {room}: lower --max_length, or raise max_position_embeddings with --from_scratch"
         )
-
-
-def position_table(model: nn.Module) -> nn.Embedding | None:
-    """Return the learned positions of an encoder, None where it has no table of them."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
-            return module
-    return None
 
 
 def statistics(series: list[list[list[float]]]) -> tuple[Tensor, Tensor]:

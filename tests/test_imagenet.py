@@ -355,7 +355,7 @@ def empty(folder):
         (
             lambda d: [shutil.rmtree(d / part / "red") for part in ("train", "val")],
             [],
-            "train has 1 class folders, and two",
+            "train needs two class folders at least, and has 1",
         ),
         (lambda d: (d / "val").rename(d / "other"), [], "needs folders train and val"),
         (None, ["--data", "nowhere"], "there is no folder nowhere"),

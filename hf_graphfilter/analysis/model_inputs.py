@@ -34,15 +34,23 @@ def check_batches(batches: Any) -> Any:
 def longest_text(model: Any) -> int | None:
     """Return the number of tokens for which a model of transformers has positions, or None without a limit."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(longest, int):
-        return None
-    # RoBERTa and its like count positions from behind the one of padding
-    paddings = [
-        module.padding_idx
-        for name, module in model.named_modules()
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
-    ]
-    return longest - (max(paddings) + 1 if paddings else 0)
+    table = position_table(model)
+    if table is not None and table.num_embeddings == longest:
+        return count_places(table)
+    return longest if isinstance(longest, int) else None
+
+
+def position_table(model: nn.Module) -> nn.Embedding | None:
+    """Return the learned positions of an encoder, or None if it has no table of them."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
+            return module
+    return None
+
+
+def count_places(table: nn.Embedding) -> int:
+    """Return for how many tokens a table has positions; those of RoBERTa's kind begin after that of padding."""
+    return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from ..filters.core.attached import (
     copy_restarted,
     filters_of,
     has_start_values,
-    is_sharded,
+    is_whole,
     patched_modules,
     read_whole,
 )
@@ -145,16 +145,12 @@ def _find_models(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modul
 def has_moved(model: nn.Module) -> bool:
     """Return whether any number of the filters in a module differs from its start value.
 
-    Of sharded filters only the learned coefficients are compared, which are few.
+    Of sharded and offloaded filters only the learned coefficients are compared, which are few.
     """
-    for _, graph_filter in filters_of(model):
-        if any(tensor.is_meta or is_sharded(tensor) for tensor in graph_filter.state_dict(keep_vars=True).values()):
-            has_changed = bool(_distance_from_start(graph_filter, _read_coefficients(graph_filter)))
-        else:
-            has_changed = not has_start_values(graph_filter)
-        if has_changed:
-            return True
-    return False
+    return any(
+        _distance_from_start(each, _read_coefficients(each)) or (is_whole(each) and not has_start_values(each))
+        for _, each in filters_of(model)
+    )
 
 
 def _read_coefficients(graph_filter: GraphFilter) -> dict[str, Tensor]:

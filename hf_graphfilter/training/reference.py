@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..filters import GraphFilter
-from ..filters.core.attached import filters_of, has_start_values, is_sharded
+from ..filters.core.attached import filters_of, has_start_values, is_whole
 from ..filters.core.record import describe_record, record_of
 from ..filters.core.replacing import ReplacingFilter
 
@@ -42,8 +42,7 @@ def _describe(configs: list[Any]) -> str:
 
 def _is_original(graph_filter: GraphFilter) -> bool:
     """Return whether a filter still has its start values and with them equals the original attention."""
-    tensors = graph_filter.state_dict(keep_vars=True)
-    if any(map(is_sharded, tensors.values())) or not graph_filter.config.starts_as_original:
+    if not is_whole(graph_filter) or not graph_filter.config.starts_as_original:
         return False
     if isinstance(graph_filter, ReplacingFilter):
         return not graph_filter.gate.any()  # type: ignore[union-attr]  # has a gate, since it starts as the original

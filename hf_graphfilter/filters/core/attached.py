@@ -157,6 +157,11 @@ def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
     return start
 
 
+def is_whole(graph_filter: GraphFilter) -> bool:
+    """Return whether all tensors are here, neither sharded nor offloaded."""
+    return not any(t.is_meta or is_sharded(t) for t in graph_filter.state_dict(keep_vars=True).values())
+
+
 def has_start_values(graph_filter: GraphFilter) -> bool:
     """Return whether no tensor differs from its start value; those that start at random values are left out."""
     with torch.random.fork_rng(devices=[]):
