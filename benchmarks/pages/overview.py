@@ -1,12 +1,12 @@
 """The README's headlines, and the demo."""
 
 import json
-from statistics import median
+from statistics import mean, median
 
 from hf_graphfilter.demo import result_rows
 from hf_graphfilter.tables import markdown_table
 from pages.leagues import ALL_LAYERS, read_league
-from pages.sources import CARD, over_plain, read, where
+from pages.sources import CARD, RECIPES, over_plain, read, where
 from recipes.league.standings import cell, compare_filters, comparisons
 
 THREE_LAYERS = "layers 0, 2 and 4"
@@ -22,6 +22,7 @@ def headlines() -> str:
     slowest = max(steps, key=over_plain)
     gpu = sorted((row for row in read("gfsa-cuda-steps") if row["form"] == "gfsa"), key=over_plain)
     assert [row["case"].partition(" step")[0] for row in (gpu[0], gpu[-1])] == ["GPT-2", "GPT-2 12 x 256"]
+    graph_step = next(row for row in read("graphs-cpu-steps") if row["form"] == "gfsa" and row["n"] == "32")
     compared = [row for row in read("agf-cpu-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
     lengths = []
     for causal, kind in (("False", "encoders"), ("True", "decoders")):
@@ -29,7 +30,7 @@ def headlines() -> str:
             int(row["n"]): over_plain(row) for row in compared if (row["pass"], row["causal"]) == ("fwd+bwd", causal)
         }
         faster = min(n for n, value in rows.items() if value < 1)
-        lengths.append(f"{kind}: faster from {faster:,} tokens on, **{rows[max(rows)]:.3f}** at {max(rows):,}")
+        lengths.append(f"{kind}: faster from {faster:,} tokens, **{rows[max(rows)]:.3f}** at {max(rows):,}")
     table = [
         [
             f"GFSA ({LEARNED}) - baseline, same steps: perplexity of GPT-2, 12 layers of 32 features, on PTB",
@@ -45,6 +46,11 @@ def headlines() -> str:
             f"the same ({LEARNED}), 64 features",
             f"PTB {compare_in_time('wide', '**')}; WikiText-2 {compare_in_time('wide_replicated')}",
             "league.md#in-a-wider-model",
+        ],
+        [
+            "GFSA - baseline, same steps, uncorrected: error of Graphormer on ZINC",
+            compare_on_zinc(graph_step),
+            "graphs.md#measured-zinc-and-molecules",
         ],
         [
             "GFSA - baseline: Pearson's r with human ratings, MiniLM fine-tuned on film reviews",
@@ -69,7 +75,8 @@ def headlines() -> str:
         ],
     ]
     table = [[quantity, result, f"[details](docs/{page})"] for quantity, result, page in table]
-    return f"{markdown_table(['measured', 'result', 'more'], table)}\n\nTimes on the CPU: {where([*steps, *compared])}"
+    machine = where([*steps, graph_step, *compared])
+    return f"{markdown_table(['measured', 'result', 'more'], table)}\n\nTimes on the CPU: {machine}"
 
 
 def compare_in_time(name: str, mark: str = "") -> str:
@@ -79,6 +86,18 @@ def compare_in_time(name: str, mark: str = "") -> str:
     pair = next(row for row in body if row[0] == f"`{THREE_LAYERS}` - `baseline, 1.08 times the steps`")
     difference, _, seeds = pair[1].rpartition(", ")
     return f"{mark}{difference}{mark}, {seeds} seeds"
+
+
+def compare_on_zinc(step: dict) -> str:
+    """Return GFSA's error on ZINC minus the baseline's, with its interval, its share and the time of a ``step``."""
+    summary = json.loads((RECIPES / "graphs-zinc.json").read_text())["summary"]
+    difference = summary["gfsa"]["difference"]
+    share = difference["mean"] / mean(summary["plain"]["values"].values())
+    interval = f"[{difference['low']:.3f}, {difference['high']:.3f}]"
+    return (
+        f"{difference['mean']:.3f} {interval} ({share:.0%}), {difference['pairs']} seeds; "
+        f"a step takes {over_plain(step):.2f} times as long"
+    )
 
 
 def demo_results() -> dict:
