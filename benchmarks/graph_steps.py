@@ -1,7 +1,8 @@
 """Training steps of Graphormer-slim on ZINC, and what its graphs cost: ``python benchmarks/graph_steps.py``.
 
-steps: forward, backward and AdamW, baseline and filters, with the dropout of the paper and 64 and 256 graphs per step,
-       and with 32 graphs and no dropout, as recipes/configs/graphs/small.yaml trains on ZINC.
+steps: forward, backward and AdamW, baseline (SDPA, and eager attention) and filters, with the dropout of the paper and
+       64 and 256 graphs per step, and with 32 graphs and no dropout, as recipes/configs/graphs/small.yaml trains on
+       ZINC, with one thread too.
 data: the time to find the paths of 1,000 graphs and to make a batch of 256 of them, beside the baseline's step of 256.
 
 ZINC is read from ../shared/data, beside the checkout. All forms are timed in turn within a round, ratios are taken
@@ -28,6 +29,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from recipes.graph_data import ZINC_SIZES, read_zinc
 
 ZINC = Path(__file__).parents[2] / "shared" / "data" / "zinc12k" / "zinc12k_graphs.npz"
+EAGER = "baseline, eager"
 FILTERS: dict[str, dict[str, Any]] = {"gfsa": {"K": 3}, "polynomial": {"K": 3}, "contranorm": {}}
 BATCHES = (64, 256)
 PREPARED = 1000
@@ -47,6 +49,8 @@ def step(device: str, form: str, graphs: int, layers: int, dropout: float = 0.1)
     rates = {"attention_dropout": dropout, "activation_dropout": dropout}
     config = GraphormerConfig(**ZINC_SIZES, num_hidden_layers=layers, **rates)
     model = GraphormerForGraphPrediction(config)
+    if form == EAGER:
+        model.set_attn_implementation("eager")
     if form in FILTERS:
         patch_filter(model, form, **FILTERS[form])
     batch = GraphCollator(config)([zinc()[1][place] for place in range(graphs)]).to(device)
@@ -55,9 +59,11 @@ def step(device: str, form: str, graphs: int, layers: int, dropout: float = 0.1)
 
 def time_steps(benchmark: Benchmark) -> Iterator[list[dict]]:
     layers = 1 if benchmark.smoke else 12
-    shapes = [(f"{graphs} graphs", graphs, 0.1) for graphs in benchmark.lengths]
-    for shape, graphs, dropout in [("32 graphs, no dropout", 32, 0.0), *shapes]:
-        calls = {form: step(benchmark.device, form, graphs, layers, dropout) for form in ("plain", *FILTERS)}
+    threads = torch.get_num_threads()
+    small = [(f"32 graphs, no dropout{text}", 32, 0.0, count) for text, count in ((", 1 thread", 1), ("", threads))]
+    for shape, graphs, dropout, count in [*small, *((f"{n} graphs", n, 0.1, threads) for n in benchmark.lengths)]:
+        torch.set_num_threads(count)
+        calls = {form: step(benchmark.device, form, graphs, layers, dropout) for form in ("plain", EAGER, *FILTERS)}
         yield benchmark.time(calls, shape, graphs, False, seconds=4)
 
 
