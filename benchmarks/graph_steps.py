@@ -60,8 +60,9 @@ def step(device: str, form: str, graphs: int, layers: int, dropout: float = 0.1)
 def time_steps(benchmark: Benchmark) -> Iterator[list[dict]]:
     layers = 1 if benchmark.smoke else 12
     threads = torch.get_num_threads()
-    small = [(f"32 graphs, no dropout{text}", 32, 0.0, count) for text, count in ((", 1 thread", 1), ("", threads))]
-    for shape, graphs, dropout, count in [*small, *((f"{n} graphs", n, 0.1, threads) for n in benchmark.lengths)]:
+    cases = [("32 graphs, no dropout, 1 thread", 32, 0.0, 1), ("32 graphs, no dropout", 32, 0.0, threads)]
+    cases += [(f"{graphs} graphs", graphs, 0.1, threads) for graphs in benchmark.lengths]
+    for shape, graphs, dropout, count in cases:
         torch.set_num_threads(count)
         calls = {form: step(benchmark.device, form, graphs, layers, dropout) for form in ("plain", EAGER, *FILTERS)}
         yield benchmark.time(calls, shape, graphs, False, seconds=4)

@@ -3,6 +3,7 @@
 import json
 from statistics import mean, median
 
+from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.demo import result_rows
 from hf_graphfilter.tables import markdown_table
 from pages.leagues import ALL_LAYERS, read_league
@@ -87,12 +88,11 @@ def compare_in_time(name: str, mark: str = "") -> str:
 
 
 def compare_on_zinc() -> str:
-    """Return GFSA's error on ZINC minus the baseline's, with its interval, its share and the seeds."""
+    """Return GFSA's error on ZINC minus the baseline's, with its interval, in percent too, and the number of seeds."""
     summary = json.loads((RECIPES / "graphs-zinc.json").read_text())["summary"]
-    difference = summary["gfsa"]["difference"]
-    share = difference["mean"] / mean(summary["plain"]["values"].values())
-    interval = f"[{difference['low']:.3f}, {difference['high']:.3f}]"
-    return f"{difference['mean']:.3f} {interval} ({100 * share:.0f} %), {difference['pairs']} seeds"
+    paired = PairedComparison(**summary["gfsa"]["difference"])
+    share = paired.mean / mean(summary["plain"]["values"].values())
+    return f"{paired.format('+.3f')} ({100 * share:+.0f} %), {paired.pairs} seeds"
 
 
 def demo_results() -> dict:
