@@ -7,7 +7,8 @@
 The first word names the recipe; every flag of that recipe may follow. The baseline is the unpatched model (--filter
 none). It is compared with the given settings, with the `variants` of the YAML file, or with every combination of the
 axes of --sweep. An axis is an option of the filter or any setting (K, layers, filter_lr ...); without values, --sweep
-uses the `sweep` of the file.
+uses the `sweep` of the file. --equal_time 1.1 adds a baseline with 1.1 times the steps, and compares each filter with it
+too: if a step with the filter takes 1.1 times as long, both train for the same time.
 
 Each finished run is written at once to a results file beside the folders of the runs (runs/glue/glue-cola.json, or in
 the folder --results). The same command resumes at the first missing run; --fresh begins again. --against shipped shows
@@ -46,6 +47,7 @@ from recipes.league import play
 from recipes.records import RUN, list_missing, lock, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
 from recipes.summary import (
+    PLAIN,
     as_comparison,
     compare_results,
     name_variant,
@@ -76,7 +78,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     values, sections = settings.parse(argv)
     if values.get("push_to_hub"):
         raise GraphFilterError("a comparison pushes nothing: run the recipe itself with --push_to_hub and one seed")
-    chosen = choose_variants(settings, values, sections, options.sweep, options.variants)
+    chosen = choose_variants(settings, values, sections, options.sweep, options.variants, options.equal_time)
     resolved, folders = {}, {}
     for variant, overrides in chosen.items():
         folder = name_folder(variant)
@@ -197,8 +199,11 @@ def show(content: dict[str, Any], console: Console) -> None:
     cells = [[row[i] for i in columns] for row in (header, *rows)]
     console.print(table(cells[0], cells[1:], title=f"{content['model']} on {content['task']}"))
     for variant, summary in content["summary"].items():
-        if "difference" in summary:
-            tell(console, f"{variant} - baseline, {content['metric']}: {as_comparison(summary['difference'])}")
+        differences = {PLAIN: summary.get("difference"), **summary.get("equal time", {})}
+        for baseline, difference in differences.items():
+            if difference:
+                names = f"{name_variant(variant)} - {name_variant(baseline)}"
+                tell(console, f"{names}, {content['metric']}: {as_comparison(difference)}")
     if lower_is_better(content["metric"]):
         tell(console, "lower is better")
 
@@ -211,6 +216,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("recipe", choices=SCRIPTS)
     parser.add_argument("--sweep", nargs="*", help="axes of the sweep, NAME=VALUE,VALUE,...")
     parser.add_argument("--variants", nargs="+", help="only these of the YAML file, and the unpatched model")
+    parser.add_argument(
+        "--equal_time", type=float, metavar="X", help="also train the baseline for X times the steps, above 1"
+    )
     parser.add_argument("--name", help="name of the results file; default: RECIPE-TASK")
     parser.add_argument("--model_name", help="name of the model in tables; default: the last part of its path")
     parser.add_argument("--results", type=Path, help="folder of the results file; default: that of the runs")

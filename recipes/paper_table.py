@@ -190,7 +190,7 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
         raise GraphFilterError(f"--tasks {unknown[0]}: the table {options.table} has {', '.join(shape.tasks)}")
     if options.show and options.fresh:
         raise GraphFilterError("--show runs nothing and --fresh begins again: give one of them")
-    task_options = argparse.Namespace(**vars(options), sweep=None, name=None, against=None)
+    task_options = argparse.Namespace(**vars(options), sweep=None, equal_time=None, name=None, against=None)
     reasons: dict[str, str] = {}
     contents: dict[str, dict[str, Any]] = {}
     unfinished: dict[str, list[tuple[int, str]]] = {}

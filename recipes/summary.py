@@ -28,23 +28,49 @@ def name_variant(variant: str) -> str:
     return re.sub(rf"^{PLAIN}\b", "baseline", variant)
 
 
+def name_longer(factor: float) -> str:
+    """Return the name, in files, of a baseline that trains for ``factor`` times the steps."""
+    return f"{PLAIN}, {factor:g} times the steps"
+
+
+def list_longer(content: dict[str, Any]) -> list[str]:
+    """Return the baselines of a comparison that trained for more steps than the others."""
+    return [name for name in content["variants"] if re.fullmatch(rf"{PLAIN}, \S+ times the steps", name)]
+
+
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
     """Return for each variant the compared metric by seed, and its paired differences to the unpatched model.
 
-    Differences of the loss are included. They are taken over the seeds on which neither model diverged.
+    Differences of the loss are included, and those to baselines with more steps ("equal time"). They are taken over the
+    seeds on which neither model diverged.
     """
-    metrics = {"difference": content["metric"], "loss difference": f"{content['metric'].partition('/')[0]}/loss"}
-    summary = {}
+    metric = content["metric"]
+    longer = list_longer(content)
+    summary: dict[str, Any] = {}
     for variant in content["variants"]:
-        values = group_by_seed(content, variant, content["metric"])
+        values = group_by_seed(content, variant, metric)
         summary[variant] = {"values": {str(seed): value for seed, value in values.items()}}
-        for name, metric in metrics.items() if variant != PLAIN else ():
-            baseline, treated = group_by_seed(content, PLAIN, metric), group_by_seed(content, variant, metric)
-            shared = [seed for seed in treated if math.isfinite(baseline.get(seed, math.nan) - treated[seed])]
-            if shared:
-                paired = paired_comparison([baseline[s] for s in shared], [treated[s] for s in shared])
-                summary[variant][name] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
+        if variant == PLAIN:
+            continue
+        differences = {
+            "difference": compare_seeds(content, PLAIN, variant, metric),
+            "loss difference": compare_seeds(content, PLAIN, variant, f"{metric.partition('/')[0]}/loss"),
+        }
+        if variant not in longer:
+            by_baseline = {name: compare_seeds(content, name, variant, metric) for name in longer}
+            differences["equal time"] = {name: paired for name, paired in by_baseline.items() if paired}
+        summary[variant] |= {name: difference for name, difference in differences.items() if difference}
     return summary
+
+
+def compare_seeds(content: dict[str, Any], baseline: str, variant: str, metric: str) -> dict[str, Any] | None:
+    """Return the paired difference of two variants as a results file has it; None if they share no finite seed."""
+    before, after = group_by_seed(content, baseline, metric), group_by_seed(content, variant, metric)
+    shared = [seed for seed in after if math.isfinite(before.get(seed, math.nan) - after[seed])]
+    if not shared:
+        return None
+    paired = paired_comparison([before[s] for s in shared], [after[s] for s in shared])
+    return {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
 
 
 def as_comparison(stored: dict[str, Any]) -> PairedComparison:
@@ -60,7 +86,9 @@ def group_by_seed(content: dict[str, Any], variant: str, metric: str) -> dict[in
 def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows) of the comparison as text; intervals are of 95 %."""
     metric = content["metric"].partition("/")[2]
-    header = ["variant", "seeds", metric, "difference", "p", "loss difference", "filter moved", "parameters"]
+    longer = list_longer(content)
+    header = ["variant", "seeds", metric, "difference", "p", *(f"difference from {name_variant(n)}" for n in longer)]
+    header += ["loss difference", "filter moved", "parameters"]
     metrics = dict.fromkeys(name for run in content["runs"] for name in run["metrics"])
     other_metrics = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
     header += [name.replace("/", " ") for name in other_metrics]
@@ -80,7 +108,9 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 if value:  # the others are fixed
                     changes.setdefault(name, []).append(value)
         row = [name_variant(variant), str(len(runs)), mean_and_sd([*values["values"].values()])]
-        row += [format_interval(difference), p, format_interval(loss)]
+        equal_time = values.get("equal time", {})
+        row += [format_interval(difference), p, *(format_interval(equal_time.get(name)) for name in longer)]
+        row += [format_interval(loss)]
         row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in changes.items())]
         row += [str(runs[0]["filter_parameters"])]
         has = {name for run in runs for name in run["metrics"]}

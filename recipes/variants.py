@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -9,7 +10,7 @@ from hf_graphfilter import GraphFilterError
 from recipes.errors import note
 from recipes.identities import OF_FILTERS
 from recipes.settings import Settings
-from recipes.summary import PLAIN, name_variant
+from recipes.summary import PLAIN, name_longer, name_variant
 
 # what must be the same for a comparison to say anything
 SHARED = {"task", "data", "dataset_name", "dataset_config_name", "split", "target", "seed", "seeds", "held_out"}
@@ -25,8 +26,12 @@ def choose_variants(
     sections: dict[str, Any],
     sweep: list[str] | None = None,
     only: list[str] | None = None,
+    equal_time: float | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return name to overrides, the unpatched model first; ``only`` selects variants of the YAML file."""
+    """Return name to overrides, the unpatched model first.
+
+    ``only`` selects variants of the YAML file. ``equal_time`` adds a baseline that trains for as many times the steps.
+    """
     chosen = _choose(settings, values, sections, sweep, only)
     if taken := [name for name in chosen if name_variant(name) == name_variant(PLAIN)]:
         raise GraphFilterError(f"a comparison has its own baseline: give the variant {taken[0]!r} another name")
@@ -45,7 +50,23 @@ def choose_variants(
     if other_settings := sorted(changed.keys() - FILTERS):
         baseline_values = ", ".join(f"{key}={(settings.defaults | values).get(key)}" for key in other_settings)
         note(f"the baseline keeps {baseline_values}: differences from it may come from these settings too")
-    return BASELINE | chosen
+    return BASELINE | ({} if equal_time is None else _lengthen_baseline(settings, values, sweep, equal_time)) | chosen
+
+
+def _lengthen_baseline(
+    settings: Settings, values: dict[str, Any], sweep: list[str] | None, factor: float
+) -> dict[str, dict[str, Any]]:
+    """Return the unpatched model with ``factor`` times the steps, as a variant."""
+    if not 1 < factor < math.inf:
+        raise GraphFilterError(
+            f"--equal_time {factor:g}: give the time of a step with the filter over that of the baseline, above 1"
+        )
+    if sweep is not None:
+        raise GraphFilterError("--equal_time does not go with --sweep: compare the point that you choose")
+    steps = values.get("max_steps") or -1
+    epochs = (settings.defaults | values)["num_train_epochs"]
+    longer = {"max_steps": math.ceil(steps * factor)} if steps > 0 else {"num_train_epochs": round(epochs * factor, 6)}
+    return {name_longer(factor): {"filter": "none", **longer}}
 
 
 def _choose(

@@ -1591,6 +1591,37 @@ def test_a_loss_that_is_no_number_is_a_run_that_diverged(asked, monkeypatch, cap
     assert "1 of 2 diverged" in capsys.readouterr().out
 
 
+def test_a_comparison_in_equal_time(asked, monkeypatch, capsys):
+    """The table has the filter's difference from the longer baseline too."""
+
+    def run(args, training):
+        asked.append((args.filter, training.seed, training.num_train_epochs, training.max_steps))
+        score = training.seed / 10 + 0.02 * (training.num_train_epochs == 6.25) + 0.05 * (args.filter == "gfsa")
+        metrics = {"validation/matthews_correlation": score, "validation/loss": 1.0}
+        return {"metrics": metrics, "moved": {}, "coefficients": {}, "filter_parameters": 0}
+
+    monkeypatch.setattr(glue, "RECIPE", dataclasses.replace(glue.RECIPE, run=run))
+    argv = ["glue", *ENCODER, "--task", "cola", "--save_strategy", "no", "--seeds", "1", "2", "--equal_time"]
+    compare.main([*argv, "1.25"])
+    assert [call[2] for call in asked if call[:2] == ("none", 1)] == [5, 6.25]
+    assert "gfsa - baseline, 1.25 times the steps, validation/matthews_correlation: +0.0300" in capsys.readouterr().out
+    content = records.read_results(Path("runs/glue/glue-cola.json"))
+    assert [*content["variants"]] == ["plain", "plain, 1.25 times the steps", "gfsa"]
+    header, rows = summary.summary_rows(content)
+    cells = {row[0]: row[header.index("difference from baseline, 1.25 times the steps")] for row in rows}
+    assert [*cells] == ["baseline", "baseline, 1.25 times the steps", "gfsa"]
+    assert cells["gfsa"].startswith("+0.0300")
+    assert not cells["baseline"] and not cells["baseline, 1.25 times the steps"]
+    compare.main([*argv, "1.25"])
+    assert len(asked) == 6, "all at hand"
+    compare.main([*argv, "1.1", "--max_steps", "15", "--name", "steps.json"])
+    assert [call[3] for call in asked[6:9]] == [15, 17, 15]
+    for flags in (["1"], ["nan"], ["1.2", "--sweep", "K=2,3"]):
+        with pytest.raises(SystemExit):
+            compare.main([*argv, *flags])
+        assert "--equal_time" in capsys.readouterr().err
+
+
 def test_a_comparison_on_what_is_held_out_of_training(monkeypatch, tmp_path):
     """There the part that the task is compared by, test, is not measured."""
 
