@@ -7,8 +7,8 @@
 The first word names the recipe; every flag of that recipe may follow. The baseline is the unpatched model (--filter
 none). It is compared with the given settings, with the `variants` of the YAML file, or with every combination of the
 axes of --sweep. An axis is an option of the filter or any setting (K, layers, filter_lr ...); without values, --sweep
-uses the `sweep` of the file. --equal_time 1.1 adds a baseline with 1.1 times the steps, and compares each filter with it
-too: if a step with the filter takes 1.1 times as long, both train for the same time.
+uses the `sweep` of the file. --equal_time 1.1 adds a baseline with 1.1 times the steps, and compares each filter with
+it too: if a step with the filter takes 1.1 times as long, both train for the same time.
 
 Each finished run is written at once to a results file beside the folders of the runs (runs/glue/glue-cola.json, or in
 the folder --results). The same command resumes at the first missing run; --fresh begins again. --against shipped shows
@@ -130,10 +130,12 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         if (seed, variant) not in missing:
             tell(console, f"{name_variant(variant)}, seed {seed}: at hand")
     seconds: list[float] = []
-    waits = 0
+    waits, announced = 0, set()
     while missing:
         for seed, variant in missing:
-            tell(console, f"{name_variant(variant)}, seed {seed}")
+            if (seed, variant) not in announced:  # again and again while another command has it
+                tell(console, f"{name_variant(variant)}, seed {seed}")
+            announced.add((seed, variant))
             folder = root / name_folder(variant) / f"seed-{seed}"
             is_finished, start_time = (folder / records.RECORD).is_file(), time.monotonic()
             try:

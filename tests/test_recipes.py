@@ -884,7 +884,9 @@ def test_two_commands_share_a_comparison(asked, capsys, monkeypatch):
     monkeypatch.setattr(records.time, "sleep", lambda seconds: (waited.append(seconds), lock.release()))
     compare.main([*README_COMPARISON, "--seeds", "1", "2", "--variants", "even layers"])
     assert waited == [1]
-    assert "waiting for other commands, which train 1 of the missing runs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "waiting for other commands, which train 1 of the missing runs" in out
+    assert out.count("even layers, seed 1\n") == 1
     found = json.loads(Path("runs/glue/glue-cola.json").read_text())
     assert [(r["seed"], r["variant"]) for r in found["runs"]] == [
         *itertools.product((1, 2), ("plain", "even layers"))
@@ -1611,7 +1613,7 @@ def test_a_comparison_in_equal_time(asked, monkeypatch, capsys):
     cells = {row[0]: row[header.index("difference from baseline, 1.25 times the steps")] for row in rows}
     assert [*cells] == ["baseline", "baseline, 1.25 times the steps", "gfsa"]
     assert cells["gfsa"].startswith("+0.0300")
-    assert not cells["baseline"] and not cells["baseline, 1.25 times the steps"]
+    assert cells["baseline"] == cells["baseline, 1.25 times the steps"] == ""
     compare.main([*argv, "1.25"])
     assert len(asked) == 6, "all at hand"
     compare.main([*argv, "1.1", "--max_steps", "15", "--name", "steps.json"])
