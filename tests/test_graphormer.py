@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -520,12 +521,73 @@ def test_labels_and_inputs_that_do_not_fit():
     from_table = {**prepare_graph(unlabelled, config), "labels": None}  # as datasets.map writes it
     assert "labels" not in GraphCollator(config)([from_table])
     model = GraphormerForGraphPrediction(config)
-    with pytest.raises(GraphFilterError, match=r"make them with .*GraphCollator"):
+    with pytest.raises(GraphFilterError, match=r"make the batch with .*GraphCollator"):
         model(batch["node_features"])
     with pytest.raises(GraphFilterError, match=r"1 graphs of 3 nodes need pair_kinds of shape \(1, 3, 3\)"):
         model(**{**batch, "pair_kinds": batch["pair_kinds"][:, :2]})
     with pytest.raises(GraphFilterError, match="prepared with 5 hops, and the model has max_hops=2"):
         GraphormerModel(GraphormerConfig(**ZINC, max_hops=2))(**batch)
+
+
+def test_batches_of_another_config_are_refused_by_the_model():
+    """Without this, features of another kind would read the embeddings of this one."""
+    bond = {"node_features": [[0] * 9] * 2, "edge_index": [[0], [1]], "edge_features": [[0] * 3]}
+    batch = GraphCollator(GraphormerConfig())([bond])
+    model = GraphormerForGraphPrediction(GraphormerConfig(**ZINC)).eval()
+    with pytest.raises(GraphFilterError, match=r"node_features was made for another config .*sizes=\[28\]"):
+        model(**batch)
+    batch = GraphCollator(GraphormerConfig(node_feature_sizes=[28], edge_feature_sizes=[9]))([CHAIN])
+    model(**batch)
+    batch["kind_edges"][0, 2, 0] = 8
+    with pytest.raises(GraphFilterError, match=r"kind_edges was made for another config .*edge_feature_sizes=\[4\]"):
+        model(**batch)
+    batch = GraphCollator(model.config)([CHAIN])
+    for changes, message in (
+        ({"node_features": batch["node_features"].short()}, r"must hold 64-bit integers, got torch.int16: .*data_coll"),
+        ({"attention_mask": batch["attention_mask"][:, :2]}, r"need attention_mask of shape \(1, 3\), got \(1, 2\)"),
+        ({"labels": torch.zeros(2)}, r"1 graphs need labels of shape \(1, 1\), got \(2,\)"),
+    ):
+        with pytest.raises(GraphFilterError, match=message):
+            model(**{**batch, **changes})
+    classes = GraphormerConfig(**ZINC, num_labels=3, problem_type="single_label_classification")
+    with pytest.raises(GraphFilterError, match=r"the number of each graph's class, got torch\.float32"):
+        GraphormerForGraphPrediction(classes)(**{**batch, "labels": torch.tensor([1.7])})
+
+
+def test_what_is_no_graph_and_no_config_is_named(tmp_path):
+    config = GraphormerConfig(**ZINC)
+    model = GraphormerForGraphPrediction(config)
+    for make in (GraphCollator, partial(GraphDataset, [CHAIN]), partial(prepare_graph, CHAIN)):
+        with pytest.raises(
+            GraphFilterError, match=r"must be a GraphormerConfig, such as model\.config, got Graphormer"
+        ):
+            make(model)
+    with pytest.raises(GraphFilterError, match="got the text 'CCO': read a molecule with from_smiles"):
+        GraphCollator(config)(["CCO"])
+    with pytest.raises(GraphFilterError, match="is a folder"):
+        GraphDataset([CHAIN], config).save(tmp_path)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(GraphFilterError, match=r"holds no prepared graphs: name a file of GraphDataset\.save"):
+        GraphDataset.load(tmp_path / "model.safetensors")
+
+
+def test_batches_of_geometric_and_pairs_of_ogb():
+    config = GraphormerConfig(**ZINC)
+    collate = GraphCollator(config)
+    geometric = SimpleNamespace(to_data_list=lambda: [CHAIN, CHAIN])
+    assert collate(geometric)["labels"].tolist() == [[0.5], [0.5]]
+    with pytest.raises(GraphFilterError, match="got a Batch of graphs: give its to_data_list"):
+        collate([geometric])
+    ogb = {"node_feat": [[6], [6], [8]], "edge_index": CHAIN["edge_index"], "edge_feat": [[1], [2]]}
+    for name, value in collate([(ogb, np.array([0.5]))]).items():
+        assert value.equal(collate([CHAIN])[name])
+
+
+def test_an_error_of_a_worker_has_its_message_alone():
+    collate = GraphCollator(GraphormerConfig(**ZINC))
+    loader = DataLoader([CHAIN | {"node_features": [6, 28, 8]}], collate_fn=collate, num_workers=1)
+    with pytest.raises(GraphFilterError, match=r"^graph 0 of the batch: feature 0 of node 1 is 28"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize(
@@ -535,7 +597,9 @@ def test_labels_and_inputs_that_do_not_fit():
         ({"pooling": "max"}, "use one of 'virtual', 'mean'"),
         ({"hidden_act": "gellu"}, "did you mean 'gelu'"),
         ({"max_hops": 0}, "max_hops must be an integer >= 1"),
-        ({"num_labels": 0}, "num_labels must be >= 1"),
+        ({"num_labels": 0}, "num_labels must be an integer >= 1"),
+        ({"num_labels": "3"}, "num_labels must be an integer >= 1, got '3'"),
+        ({"loss": "mae"}, "loss='mae': use one of 'l1', 'mse'"),
         ({"node_feature_sizes": []}, "node_feature_sizes must list"),
         ({"node_feature_sizes": 28}, "node_feature_sizes must list the number of values of each feature, got 28"),
         ({"edge_feature_sizes": 4}, "edge_feature_sizes must list the number of values of each feature, got 4"),
@@ -546,8 +610,8 @@ def test_labels_and_inputs_that_do_not_fit():
         ({"directed": "no"}, "directed must be True or False, got 'no'"),
         ({"attention_dropout": 1.0}, r"must be in \[0, 1\)"),
         ({"label_std": [0.0]}, "above 0"),
-        ({"label_mean": [0.0, 1.0]}, "1 finite numbers"),
-        ({"label_mean": 0.5}, "1 finite numbers"),
+        ({"label_mean": [0.0, 1.0]}, "a list of 1 finite number, one per target"),
+        ({"label_mean": 0.5}, "a list of 1 finite number, one per target; got 0.5"),
         (
             {"label_mean": [0.5], "problem_type": "multi_label_classification"},
             "label_mean needs problem_type=.regression., got .multi_label",

@@ -15,6 +15,7 @@ from transformers import BatchFeature
 from ..errors import GraphFilterError
 from ..models.graphormer.configuration import GraphormerConfig
 from .paths import count_hops, prepare_graph
+from .reading import check_config
 
 PADDING = {
     "node_features": 0,
@@ -54,8 +55,16 @@ class GraphCollator:
 
     config: GraphormerConfig
 
+    def __post_init__(self) -> None:
+        check_config(self.config)
+
     def __call__(self, graphs: Sequence[Any]) -> BatchFeature:
-        """Return the arguments of ``GraphormerModel.forward``; ``to(device)`` moves them all."""
+        """Return the arguments of ``GraphormerModel.forward``; ``to(device)`` moves them all.
+
+        Args:
+            graphs: A list of graphs, or a ``Batch`` of PyTorch Geometric.
+        """
+        graphs = graphs.to_data_list() if hasattr(graphs, "to_data_list") else graphs
         ready = [self._prepare(graph, number) for number, graph in enumerate(graphs)]
         if not ready:
             raise GraphFilterError("a batch needs one graph or more")

@@ -16,6 +16,7 @@ from ..errors import GraphFilterError, shown
 from ..files import read_state, write_state
 from ..models.graphormer.configuration import GraphormerConfig
 from .paths import prepare_graph
+from .reading import check_config
 
 PARTS = ("node_features", "in_degree", "out_degree", "pair_kinds", "kind_distances", "kind_edges")
 LISTED = 5  # number of skipped graphs that a message lists
@@ -53,6 +54,7 @@ class GraphDataset(Dataset[dict[str, Any]]):
     ):
         if on_error not in ("raise", "skip"):
             raise GraphFilterError(f"on_error={shown(on_error)}: use 'raise' or 'skip'")
+        check_config(config)
         self.skipped: list[tuple[int, str]] = []
 
         def leave_out(number: int, reason: str, cause: GraphFilterError | None = None) -> None:
@@ -153,7 +155,13 @@ class GraphDataset(Dataset[dict[str, Any]]):
         return f", {len(self.skipped)} left out ({reasons}{ellipsis})"
 
     def save(self, file: str | Path) -> None:
-        """Write all graphs to ``file``, as safetensors."""
+        """Write all graphs to ``file``, as safetensors.
+
+        Raises:
+            GraphFilterError: ``file`` is a folder.
+        """
+        if Path(file).is_dir():
+            raise GraphFilterError(f"{file} is a folder: give the name of a file in it")
         arrays = {**self._arrays, "rows": self._rows}
         skipped = {"skipped": self.skipped}
         write_state(Path(file), skipped, {name: torch.from_numpy(array) for name, array in arrays.items()})
@@ -167,7 +175,7 @@ class GraphDataset(Dataset[dict[str, Any]]):
         """
         content, tensors = read_state(Path(file))
         if content is None or not {"rows", "shapes", *PARTS} <= tensors.keys():
-            raise GraphFilterError(f"{file} holds no prepared graphs: delete it")
+            raise GraphFilterError(f"{file} holds no prepared graphs: name a file of GraphDataset.save")
         dataset = object.__new__(cls)
         dataset._arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         dataset.skipped = [(number, reason) for number, reason in content["skipped"]]

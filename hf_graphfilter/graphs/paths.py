@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
     Args:
         graph: A mapping with ``node_features`` (nodes, features), ``edge_index`` (2, edges), ``edge_features`` (edges,
             features) and perhaps ``labels``. The names of PyTorch Geometric (``x``, ``edge_attr``, ``y``) and of OGB
-            (``node_feat``, ``edge_feat``) work too, and so do PyTorch Geometric's ``Data`` objects. Self-loops are
-            ignored.
+            (``node_feat``, ``edge_feat``) work too. So do PyTorch Geometric's ``Data`` objects, and the pairs of graph
+            and label of OGB's data sets. Self-loops are ignored.
         config: The config of the model.
 
     Returns:
@@ -46,6 +47,8 @@ def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
         >>> ready["kind_distances"][ready["pair_kinds"]].tolist()
         [[0, 1, 2], [1, 0, 1], [2, 1, 0]]
     """
+    if isinstance(graph, tuple) and len(graph) == 2 and isinstance(graph[0], Mapping):  # of a data set of OGB
+        graph = {**graph[0], "labels": graph[1]}
     checked = read_graph(graph, config)
     count = len(checked.nodes)
     ready = {

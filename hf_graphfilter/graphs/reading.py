@@ -36,6 +36,12 @@ class Graph:
     edges: Integers
 
 
+def check_config(config: Any) -> None:
+    """Raise if this is no config of Graphormer, such as the model itself."""
+    if not isinstance(config, GraphormerConfig):
+        raise GraphFilterError(f"config must be a GraphormerConfig, such as model.config, got {type(config).__name__}")
+
+
 def find(graph: Any, name: str) -> Any:
     """Return a part of a graph under any of its usual names, or None.
 
@@ -61,6 +67,11 @@ def read_graph(graph: Any, config: GraphormerConfig) -> Graph:
     Raises:
         GraphFilterError: A part is missing, has another shape, or holds values out of range.
     """
+    check_config(config)
+    if isinstance(graph, str):
+        raise GraphFilterError(f"a graph is needed, got the text {shown(graph)}: read a molecule with from_smiles")
+    if hasattr(graph, "to_data_list"):
+        raise GraphFilterError("a graph is needed, got a Batch of graphs: give its to_data_list()")
     nodes = _features(find(graph, "node_features"), "node", config.node_feature_sizes)
     if not len(nodes):
         raise GraphFilterError("the graph is empty: leave out graphs without nodes")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 from transformers import AutoConfig
 from transformers.activations import ACT2FN
 
-from ...errors import GraphFilterError, has_type, nearest, shown
+from ...errors import GraphFilterError, has_type, is_number, nearest, shown
 from ..configuration import CheckedConfig
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
@@ -113,7 +113,8 @@ class GraphormerConfig(CheckedConfig):
             self.problem_type = "regression"
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
-                hint = nearest(value, choices)
+                # there a similar word means something else: mae is l1, not mse
+                hint = "" if name in ("loss", "problem_type") else nearest(value, choices)
                 raise GraphFilterError(
                     f"GraphormerConfig: {name}={shown(value)}{hint}: use one of {', '.join(map(repr, choices))}"
                 )
@@ -142,11 +143,17 @@ class GraphormerConfig(CheckedConfig):
             raise GraphFilterError(f"GraphormerConfig: initializer_range must be a number >= 0, got {shown(value)}")
         if not isinstance(self.directed, bool):
             raise GraphFilterError(f"GraphormerConfig: directed must be True or False, got {shown(self.directed)}")
+        if "num_labels" in kwargs:
+            if not is_number(targets := kwargs["num_labels"], whole=True) or not targets:
+                raise GraphFilterError(f"GraphormerConfig: num_labels must be an integer >= 1, got {shown(targets)}")
+            kwargs["num_labels"] = int(targets)  # type: ignore[call-overload]
         super().__post_init__(**kwargs)
         if not self.num_labels:
-            raise GraphFilterError("GraphormerConfig: num_labels must be >= 1")
+            raise GraphFilterError("GraphormerConfig: num_labels must be an integer >= 1")
         for name, above in (("label_mean", -math.inf), ("label_std", 0.0)):
             values = getattr(self, name)
+            if hasattr(values, "tolist"):  # an array
+                setattr(self, name, values := values.tolist())
             if values is not None and self.problem_type != "regression":
                 raise GraphFilterError(
                     f"GraphormerConfig: {name} needs problem_type='regression', got {self.problem_type!r}"
@@ -157,7 +164,8 @@ class GraphormerConfig(CheckedConfig):
                 or not all(above < x < math.inf for x in values)
             ):
                 raise GraphFilterError(
-                    f"GraphormerConfig: {name} must hold {self.num_labels} finite numbers, one per target"
+                    f"GraphormerConfig: {name} must be a list of {self.num_labels} finite "
+                    f"number{'s' * (self.num_labels != 1)}, one per target"
                     f"{', above 0' * (name == 'label_std')}; got {shown(values)}"
                 )
 

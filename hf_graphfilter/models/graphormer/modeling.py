@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ...errors import GraphFilterError
 from .configuration import GraphormerConfig
+from .inputs import check_inputs
 from .structure import NodeEmbedding, PairBias
 
 
@@ -114,25 +115,9 @@ class GraphormerModel(GraphormerPreTrainedModel):
         Returns:
             ``last_hidden_state`` (batch, 1 + nodes, hidden size), the virtual node first.
         """
-        arguments = (in_degree, out_degree, pair_kinds, kind_distances, kind_edges)
-        structure = [part for part in arguments if part is not None]
-        if len(structure) < len(arguments):
-            raise GraphFilterError(
-                "a graph needs node_features, in_degree, out_degree, pair_kinds, kind_distances and kind_edges: make "
-                "them with hf_graphfilter.graphs.GraphCollator"
-            )
-        degrees, pairs = structure[:2], structure[2:]
-        batch, nodes = node_features.shape[:2]
-        if pairs[0].shape != (batch, nodes, nodes) or degrees[0].shape != (batch, nodes):
-            raise GraphFilterError(
-                f"{batch} graphs of {nodes} nodes need pair_kinds of shape {(batch, nodes, nodes)} and in_degree of "
-                f"shape {(batch, nodes)}, got {tuple(pairs[0].shape)} and {tuple(degrees[0].shape)}"
-            )
-        if self.position_bias.hops is not None and pairs[2].shape[2] != self.config.max_hops:
-            raise GraphFilterError(
-                f"these graphs were prepared with {pairs[2].shape[2]} hops, and the model has "
-                f"max_hops={self.config.max_hops}: prepare them with the config of the model"
-            )
+        structure = (in_degree, out_degree, pair_kinds, kind_distances, kind_edges)
+        parts = check_inputs(self.config, node_features, structure, attention_mask)
+        degrees, pairs = parts[:2], parts[2:]
         if attention_mask is None:
             attention_mask = torch.ones_like(degrees[0])
         hidden = self.embeddings(node_features, *degrees)
@@ -211,9 +196,18 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
             return self.classifier(pooled.to(weight.dtype) if weight.is_floating_point() else pooled)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self.config.problem_type == "single_label_classification":
-            return F.cross_entropy(logits, labels.view(-1).long())
-        labels = labels.view(logits.shape).to(logits.dtype)
+        is_class = self.config.problem_type == "single_label_classification"
+        graphs, targets = logits.shape
+        per_graph = 1 if is_class else targets
+        if labels.shape != (graphs, per_graph) and not (per_graph == 1 and labels.shape == (graphs,)):
+            raise GraphFilterError(
+                f"{graphs} graphs need labels of shape {(graphs, per_graph)}, got {tuple(labels.shape)}"
+            )
+        if is_class:
+            if labels.is_floating_point():
+                raise GraphFilterError(f"labels must hold the number of each graph's class, got {labels.dtype}")
+            return F.cross_entropy(logits, labels.reshape(-1).long())
+        labels = labels.reshape(logits.shape).to(logits.dtype)
         has_label = ~labels.isnan()
         target = labels.nan_to_num()
         if self.config.problem_type == "multi_label_classification":
