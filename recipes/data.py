@@ -40,7 +40,9 @@ def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str,
             return list(rows.values()) if isinstance(rows, dict) else rows
         return [{"text": line.rstrip("\r")} for line in text.removesuffix("\n").split("\n")] if text else []
     except (json.JSONDecodeError, csv.Error, UnicodeDecodeError) as error:
-        raise GraphFilterError(f"{file} cannot be read as {file.suffix[1:]}: {error}") from error
+        doc = getattr(error, "doc", None)  # of JSON, in JSON lines one line
+        number = f"line {text.count(chr(10), 0, text.find(doc)) + 1}, " if doc and file.suffix == ".jsonl" else ""
+        raise GraphFilterError(f"{file} cannot be read as {file.suffix[1:]}: {number}{error}") from error
 
 
 def tsv_rows(file: Path, header: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -142,7 +144,7 @@ def choose(columns: Columns, there: list[str], source: object) -> dict[str, str]
         chosen[name] = next((c for c in candidates if c in there), "")
         if not chosen[name]:
             raise GraphFilterError(
-                f"{source} has no column {' or '.join(candidates)}; its columns are {', '.join(map(str, there))}"
+                f"{source} has no column {' or '.join(map(repr, candidates))}; its columns are {str(there)[1:-1]}"
             )
     return chosen
 
@@ -218,8 +220,7 @@ def cut(data: Any, args: FilterArguments) -> Any:
     for name, part in data.items():
         if not len(part):
             raise GraphFilterError(f"the part {name!r} of {args.task} is empty")
-        flag = "max_train_samples" if name == "train" else "max_eval_samples"
-        limit = getattr(args, flag)
+        limit = getattr(args, flag := f"max_{'train' if name == 'train' else 'eval'}_samples")
         if limit is not None and limit < 1:
             raise GraphFilterError(f"--{flag} {limit}: at least one row is needed")
         if name == "train" and limit is not None and limit < len(part):

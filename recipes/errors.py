@@ -9,7 +9,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.text import printable
 
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
 
@@ -75,4 +74,5 @@ def note(message: str) -> None:
 
 
 def line(error: BaseException) -> str:
-    return printable(" ".join(str(error).split())[:400]) or type(error).__name__
+    """Return the message of an error as one line, shortened in the middle."""
+    return str(GraphFilterError(error)) or type(error).__name__

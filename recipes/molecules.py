@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.errors import needs, require
+from hf_graphfilter.errors import needs, require, shown
 from hf_graphfilter.graphs import from_smiles
+from hf_graphfilter.graphs.dataset import check_labels
 from hf_graphfilter.graphs.molecules import silence_rdkit
 from recipes.data import choose
 from recipes.errors import note
@@ -47,9 +48,10 @@ def read_molecules(
     def read(rows: Iterable[int]) -> Iterator[Any]:
         for row in rows:
             try:
+                check_labels(numbers[row])
                 yield from_smiles(smiles[row]) | {"labels": numbers[row]}
-            except GraphFilterError as error:
-                yield error  # GraphDataset raises it or counts it
+            except GraphFilterError as error:  # GraphDataset raises it or counts it
+                yield GraphFilterError(f"row {row + 1} of the table, {shown(smiles[row])}: {error}")
 
     return {part: partial(read, rows) for part, rows in places.items()}, split_name
 

@@ -98,6 +98,13 @@ def fit(
         if "metric_for_best_model" not in str(error):
             raise
         raise GraphFilterError(f"--metric_for_best_model: {error.args[0]}") from error
+    except ZeroDivisionError as error:
+        if training.lr_scheduler_type != "polynomial":
+            raise
+        raise GraphFilterError(
+            f"--warmup_steps {training.warmup_steps:g} leaves no step after the warm-up: give --warmup_steps 0, or "
+            "train for more steps"
+        ) from error
     seconds = time.perf_counter() - start_time
     trainer.remove_callback(EarlyStoppingCallback)  # which would miss its metric in the evaluations of other parts
     training.logging_nan_inf_filter = False  # or evaluations would leave out the batches in which a model diverged

@@ -236,7 +236,10 @@ def test_the_command_line_keeps_the_head(tmp_path):
     assert done.exit_code == 0, done.output
     loaded = GraphormerForGraphPrediction.from_pretrained(tmp_path / "plain")
     assert torch.equal(loaded.classifier.weight, model.classifier.weight)
-    assert "from hf_graphfilter import GraphormerForGraphPrediction" in str(create_model_card(model))
+    card = str(create_model_card(model))
+    assert "from hf_graphfilter import GraphormerForGraphPrediction" in card
+    assert "transformers does not know this kind of model" in card
+    assert "other implementations" not in card
 
 
 def test_attention_matrices_gradient_checkpointing_and_bfloat16():
@@ -875,6 +878,21 @@ def test_molecules_of_one_scaffold_stay_in_one_part(tmp_path):
         split_rows(pd.DataFrame({"smiles": smiles[::10]}), smiles[::10], "scaffold", (), tmp_path)
 
 
+def test_molecules_that_are_left_out_have_the_row_of_the_table(tmp_path):
+    """The rows of a part are in another order."""
+    pytest.importorskip("rdkit")
+    from recipes.molecules import read_molecules
+
+    rows = ["smiles,y,split", "CO,1,train", "C(,1,train", "CC,,train", "CCO,inf,train", "C,1,valid", "C,1,test"]
+    (tmp_path / "mine.csv").write_text("\n".join(rows))
+    parts, _ = read_molecules(tmp_path / "mine.csv", "y", "given", (), False)
+    kept = GraphDataset(parts["train"](), GraphormerConfig(), on_error="skip")
+    assert len(kept) == 1
+    reasons = ("2 of the table, 'C(': RDKit reads no", "3 of the table, 'CC': it has no label", "4 of the table, 'CCO'")
+    for reason in reasons:
+        assert f"row {reason}" in kept.describe_skipped()
+
+
 @pytest.mark.parametrize("split", ["random", "scaffold"])
 def test_recipe_of_a_table_of_molecules(recipe, tmp_path, split, capsys):
     pytest.importorskip("rdkit")
@@ -884,7 +902,7 @@ def test_recipe_of_a_table_of_molecules(recipe, tmp_path, split, capsys):
     arguments = ("--task", "molecule-classes", "--data", tmp_path / "mine.csv", "--split", split)
     for wrong, message in (
         ([], "needs --target"),
-        (["--target", "activ"], "has no column activ; its columns are smiles, active"),
+        (["--target", "activ"], "has no column 'activ'; its columns are 'smiles', 'active'"),
         (["--target", "active", "--bad_graphs", "error"], "--bad_graphs skip leaves such graphs out"),
     ):
         with pytest.raises(SystemExit):
@@ -955,6 +973,26 @@ def test_parts_with_other_numbers_of_labels_are_named_before_training(recipe, tm
     with pytest.raises(SystemExit):
         recipe("--task", "graphs", "--data", tmp_path)
     assert message in capsys.readouterr().err
+
+
+def test_a_warm_up_that_takes_all_steps_is_named(recipe, tmp_path, capsys):
+    from recipes import graphs, runs
+
+    graph = {"node_features": [1, 2], "edge_index": [[0], [1]], "labels": 0.5}
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"{part}.jsonl").write_text("\n".join([json.dumps(graph)] * 2))
+    flags = ["--config", "graphs/small.yaml", *QUIET.split(), "--max_steps", "1"]
+    with pytest.raises(SystemExit):
+        runs.main(graphs.RECIPE, ["--task", "graphs", "--data", str(tmp_path), *flags])
+    assert "--warmup_steps 0.06 leaves no step after the warm-up" in capsys.readouterr().err
+
+
+def test_a_broken_line_of_json_is_named(recipe, tmp_path, capsys):
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"{part}.jsonl").write_text(f"{json.dumps(CHAIN)}\n{{broken")
+    with pytest.raises(SystemExit):
+        recipe("--task", "graphs", "--data", tmp_path)
+    assert "train.jsonl cannot be read as jsonl: line 2, Expecting property name" in capsys.readouterr().err
 
 
 def test_the_card_says_that_the_model_was_trained_from_scratch(recipe, tmp_path):

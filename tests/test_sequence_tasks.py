@@ -278,7 +278,11 @@ BAD = {  # task, files beside those of WHOLE (nothing: a folder that is not ther
     "new number": ("texts", both("{}.csv", ["text,label", "x,1", "y,2"], ["text,label", "x,0"]), "has the label '0'"),
     "fifth class": ("ag-news", both("{}.csv", ['"5","a","b"']), "train.csv: row 1 has the label '5'"),
     "quotes": ("ag-news", both("{}.csv", ['"1","a","b']), "train.csv cannot be read as csv"),
-    "columns": ("texts", {"x.csv": ["words,label", "x,1"]}, "x.csv has no column text or sentence .*words, label"),
+    "columns": (
+        "texts",
+        {"x.csv": ["words,label", "x,1"]},
+        "x.csv has no column 'text' or 'sentence' .*'words', 'label'",
+    ),
     "short row": ("texts", {"x.csv": ["text,label", "x"]}, "x.csv: row 1 has 1 columns, 2 were expected"),
     "comma": ("texts", {"x.csv": ["text,label", "well, no,1"]}, "x.csv: row 1 has 3 columns, 2 were expected"),
     "empty row": ("texts", {"x.csv": ["text,label", '"",1']}, "x.csv: row 1 has an empty document"),
@@ -289,7 +293,7 @@ BAD = {  # task, files beside those of WHOLE (nothing: a folder that is not ther
     "no value": ("listops", {"basic_train.tsv": ["Source\tTarget", "[MAX 1 ]\t10"]}, "row 1 has the value '10'"),
     "symbol": ("listops", {"basic_train.tsv": ["Source\tTarget", "[SUM 1 ]\t1"]}, "row 1 has the symbol '\\[SUM'"),
     "nothing": ("listops", {"basic_train.tsv": ["Source\tTarget", "( )\t1"]}, "row 1 has no expression"),
-    "header": ("listops", {"basic_train.tsv": LISTOPS[1:]}, "train.tsv has no column Source; its columns are"),
+    "header": ("listops", {"basic_train.tsv": LISTOPS[1:]}, "train.tsv has no column 'Source'; its columns are"),
     "no file": ("listops-short", {"test_d20.tsv": ""}, "has no test_d20s.tsv; it holds: test_d20.tsv"),
     "three": ("listops-short", {"test_d20s.tsv": ["1\t2\t3"]}, "d20s.tsv: row 1 has 3 columns, 2 were expected"),
     "four": (

@@ -489,7 +489,7 @@ def test_missing_parts_are_cut_by_sentence(folder):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("file,text\na.wav,low\n", "has no column split; its columns are file, text"),
+        ("file,text\na.wav,low\n", "has no column 'split'; its columns are 'file', 'text'"),
         ("file,text,split\na.wav,low,train\na.wav,low,late\n", "row 2 has the split 'late', expected train, dev"),
         ("file,text,split\na.wav,low,test\n", "the parts are test: train is missing"),
         ("file,text,split\na.wav,low,dev\na.wav,low,test\n", "the parts are validation, test: train is missing"),

@@ -117,6 +117,7 @@ def create_model_card(
         "filters": "\n".join(f"- `{n}`: {summary(c)}".removesuffix(": ") for n, c in sorted(configs.items())),
         "adapter": library == "peft",
         "filter_only": filter_only,
+        "own_model": class_of(inner).__module__.startswith("hf_graphfilter."),
         "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
         "description": "\n\n".join(filter(None, [description.strip(), _describe_report(report)])),
         "training_table": _tabulate_training(training),

@@ -69,7 +69,7 @@ class GraphDataset(Dataset[dict[str, Any]]):
                     raise graph
                 prepared = prepare_graph(graph, config)
                 if prepared.get("labels") is not None:
-                    _check_labels(np.asarray(prepared["labels"], dtype=float))
+                    check_labels(np.asarray(prepared["labels"], dtype=float))
                 readable.append((number, prepared))
             except GraphFilterError as error:
                 leave_out(number, str(error), error)
@@ -193,7 +193,8 @@ def _compare_labels(labels: NDArray[np.float64] | None, width: int | None) -> st
     return f"it has {found} label{'s' * (found != 1)}, and most graphs have {width}"
 
 
-def _check_labels(labels: NDArray[np.float64]) -> None:
+def check_labels(labels: NDArray[np.float64]) -> None:
+    """Raise if a graph has no label, or an infinite one."""
     if np.isnan(labels).all():
         raise GraphFilterError("it has no label (NaN)")
     if np.isinf(labels).any():
