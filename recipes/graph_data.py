@@ -64,7 +64,7 @@ OGB = {"files": ("data.csv.gz", "raw/data.csv.gz"), "page": "https://ogb.stanfor
 _PCQM4M = partial(GraphTask, "homolumogap", "validation/mae", split="given", standardize=False, **OGB)
 CLASSES = (("problem_type", "multi_label_classification"),)
 TASKS = {
-    "zinc": GraphTask("y", fields=tuple(ZINC_SIZES.items()), standardize=False),  # the 12,000 graphs of the papers
+    "zinc": GraphTask("y", fields=tuple(ZINC_SIZES.items()), standardize=False),
     "zinc-full": GraphTask("y", hub="graphs-datasets/ZINC", fields=tuple(ZINC_SIZES.items()), standardize=False),
     # OGB's tables: their order is the official split, whose test labels are hidden
     "pcqm4m": _PCQM4M(ranges=(3_045_360, 380_670)),
