@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from graph_steps import graphormer
 from measure import (
     FIELDS,
     PASSES,
@@ -64,6 +65,8 @@ MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
     "BERT-base, 8 x 128": (bert, ("gfsa", "contranorm")),
     "DeiT-S, 16 x 197": (deit_s, ("gfsa",)),
     "GPT-2, 1 x 1,024": (gpt2, ("gfsa",)),
+    "Graphormer-slim, 32 graphs": (graphormer, ("gfsa",)),
+    "Graphormer-slim, 256 graphs": (partial(graphormer, graphs=256), ("gfsa",)),
 }
 BATCHED = "AGF, 32 x 256"
 WAITING = ("GPT-2 12 x 32, 32 x 64", "GPT-2 12 x 128, 8 x 256", "MiniLM, 32 x 40 padded", "GPT-2, 1 x 1,024", BATCHED)

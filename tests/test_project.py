@@ -96,10 +96,11 @@ def test_the_typed_numbers_of_the_readme_are_those_measured():
     count = re.search(r"\*\*(\d+) verified", (ROOT / "docs" / "coverage.md").read_text())[1]
     assert f"the {count} architectures" in readme
     with (ROOT / "benchmarks" / "results" / "busy-cpu.csv").open() as file:
-        steps = [r for r in csv.DictReader(file) if r["form"] == "gfsa" and "12 x 32," in r["case"]]
+        steps = [r for r in csv.DictReader(file) if r["form"] == "gfsa, all coefficients"]
         steps = [r for r in steps if r["pass"].endswith("0 busy")]
     ratio = f"{float(steps[-1]['ratio_to_plain']):.2f}"
-    assert f"a step that learns `w_K` alone takes {ratio} times as long" in readme, "as the form gfsa does"
+    assert "all coefficients learned: perplexity 3 to 6 % lower after the same number of steps" in readme
+    assert f"a step takes {ratio} times as long (" in readme
     runs = json.loads((ROOT / "recipes" / "league" / "results" / "depth.json").read_text())["runs"]
     scores = {(r["task"], r["variant"], r["seed"]): r["metrics"]["test/perplexity"] for r in runs if r["seed"]}
     gains = [

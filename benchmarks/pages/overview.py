@@ -1,7 +1,7 @@
 """The README's headlines, and the demo."""
 
 import json
-from statistics import mean, median
+from statistics import median
 
 from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.demo import result_rows
@@ -19,7 +19,8 @@ def headlines() -> str:
     league, runs = read_league("depth")
     pairs = {(pair.task, pair.variant): pair for pair in comparisons(league, runs, league.stages[-1])}
     gain = pairs["ptb, 12 layers", ALL_LAYERS]
-    steps = [row for row in read("busy-cpu") if row["form"] == "gfsa" and row["pass"].endswith("0 busy")]
+    quiet = [row for row in read("busy-cpu") if row["form"] == "gfsa" and row["pass"].endswith("0 busy")]
+    steps = [row for row in quiet if "Graphormer" not in row["case"]]  # whose baseline is slow: eager is faster there
     slowest = max(steps, key=over_plain)
     gpu = sorted((row for row in read("gfsa-cuda-steps") if row["form"] == "gfsa"), key=over_plain)
     assert [row["case"].partition(" step")[0] for row in (gpu[0], gpu[-1])] == ["GPT-2", "GPT-2 12 x 256"]
@@ -48,7 +49,7 @@ def headlines() -> str:
             "league.md#in-a-wider-model",
         ],
         [
-            "GFSA - baseline, same steps, uncorrected: error of Graphormer on ZINC",
+            "GFSA - baseline, uncorrected: error of Graphormer on ZINC",
             compare_on_zinc(),
             "graphs.md#measured-zinc-and-molecules",
         ],
@@ -88,11 +89,13 @@ def compare_in_time(name: str, mark: str = "") -> str:
 
 
 def compare_on_zinc() -> str:
-    """Return GFSA's error on ZINC minus the baseline's, with its interval, in percent too, and the number of seeds."""
+    """Return GFSA's error on ZINC minus the baseline's, after the same steps and in equal time, with its interval."""
     summary = json.loads((RECIPES / "graphs-zinc.json").read_text())["summary"]
-    paired = PairedComparison(**summary["gfsa"]["difference"])
-    share = paired.mean / mean(summary["plain"]["values"].values())
-    return f"{paired.format('+.3f')} ({100 * share:+.0f} %), {paired.pairs} seeds"
+    steps = PairedComparison(**summary["gfsa"]["difference"])
+    (time,) = (PairedComparison(**stored) for stored in summary["gfsa"]["equal time"].values())
+    return (
+        f"same steps {steps.format('+.3f')}, {steps.pairs} seeds; equal time {time.format('+.3f')}, {time.pairs} seeds"
+    )
 
 
 def demo_results() -> dict:
