@@ -28,6 +28,7 @@ from recipes.precision import bf16_pays, has_accelerator
 from recipes.records import lower_is_better
 
 CONFIGS = Path(__file__).parent / "configs"
+EPOCHS = ("num_train_epochs", "epochs")  # of the Trainer, and of the recipe for images
 OPTIONS_OF = {"filter_options": "filter", "from_scratch": "model"}
 
 
@@ -151,7 +152,7 @@ class Settings:
             typed = owner == "model" and changes.get(owner) in CONFIG_MAPPING  # without weights of its own
             if owner_changed and not typed and values.get(options) and options not in changes:
                 merged[options] = []
-        has_epochs = not {"num_train_epochs", "epochs"}.isdisjoint(changes)
+        has_epochs = not {*EPOCHS}.isdisjoint(changes)
         if has_epochs and "max_steps" not in changes and not values.get("smoke"):
             merged.pop("max_steps", None)  # which would take precedence over these epochs
         return merged

@@ -9,7 +9,7 @@ from typing import Any
 from hf_graphfilter import GraphFilterError
 from recipes.errors import note
 from recipes.identities import OF_FILTERS
-from recipes.settings import Settings
+from recipes.settings import EPOCHS, Settings
 from recipes.summary import PLAIN, name_longer, name_variant
 
 # what must be the same for a comparison to say anything
@@ -63,9 +63,12 @@ def _lengthen_baseline(
         )
     if sweep is not None:
         raise GraphFilterError("--equal_time does not go with --sweep: compare the point that you choose")
-    steps = values.get("max_steps") or -1
-    epochs = (settings.defaults | values)["num_train_epochs"]
-    longer = {"max_steps": math.ceil(steps * factor)} if steps > 0 else {"num_train_epochs": round(epochs * factor, 6)}
+    current = settings.defaults | values
+    if (steps := current.get("max_steps") or 0) > 0:
+        longer = {"max_steps": math.ceil(steps * factor)}
+    else:
+        name = next(name for name in EPOCHS if name in settings.actions)
+        longer = {name: round(current[name] * factor, 6)}
     return {name_longer(factor): {"filter": "none", **longer}}
 
 
