@@ -41,7 +41,7 @@ def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str,
         return [{"text": line.rstrip("\r")} for line in text.removesuffix("\n").split("\n")] if text else []
     except (json.JSONDecodeError, csv.Error, UnicodeDecodeError) as error:
         doc = getattr(error, "doc", None)  # of JSON, in JSON lines one line
-        number = f"line {text.count(chr(10), 0, text.find(doc)) + 1}, " if doc and file.suffix == ".jsonl" else ""
+        number = f"line {text.split(chr(10)).index(doc) + 1}, " if doc and file.suffix == ".jsonl" else ""
         raise GraphFilterError(f"{file} cannot be read as {file.suffix[1:]}: {number}{error}") from error
 
 
