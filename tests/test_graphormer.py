@@ -989,7 +989,7 @@ def test_a_warm_up_that_takes_all_steps_is_named(recipe, tmp_path, capsys):
 
 def test_a_broken_line_of_json_is_named(recipe, tmp_path, capsys):
     for part in ("train", "valid", "test"):
-        (tmp_path / f"{part}.jsonl").write_text(f"{json.dumps(CHAIN)}\n{{broken")
+        (tmp_path / f"{part}.jsonl").write_text(f"{json.dumps(CHAIN)}\n{{")
     with pytest.raises(SystemExit):
         recipe("--task", "graphs", "--data", tmp_path)
     assert "train.jsonl cannot be read as jsonl: line 2, Expecting property name" in capsys.readouterr().err

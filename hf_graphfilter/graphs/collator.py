@@ -14,7 +14,8 @@ from transformers import BatchFeature
 
 from ..errors import GraphFilterError
 from ..models.graphormer.configuration import GraphormerConfig
-from .paths import count_hops, prepare_graph
+from ..models.graphormer.inputs import count_hops
+from .paths import prepare_graph
 from .reading import check_config
 
 PADDING = {

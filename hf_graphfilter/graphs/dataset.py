@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 from ..errors import GraphFilterError, shown
 from ..files import read_state, write_state
 from ..models.graphormer.configuration import GraphormerConfig
+from ..models.graphormer.inputs import PARTS
 from .paths import prepare_graph
 from .reading import check_config
 
-PARTS = ("node_features", "in_degree", "out_degree", "pair_kinds", "kind_distances", "kind_edges")
 LISTED = 5  # number of skipped graphs that a message lists
 
 

@@ -9,14 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..models.graphormer.configuration import GraphormerConfig
+from ..models.graphormer.inputs import count_hops
 from .reading import Graph, find, read_graph, read_table
-
-HOPS = {"direct": 1, "none": 0}  # number of edges that are read per path; "path" reads max_hops
-
-
-def count_hops(config: GraphormerConfig) -> int:
-    """Return how many edges the model reads from the start of each path."""
-    return HOPS.get(config.edge_encoding, config.max_hops) if config.edge_feature_sizes else 0
 
 
 def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:

@@ -115,9 +115,9 @@ class GraphormerModel(GraphormerPreTrainedModel):
         Returns:
             ``last_hidden_state`` (batch, 1 + nodes, hidden size), the virtual node first.
         """
-        structure = (in_degree, out_degree, pair_kinds, kind_distances, kind_edges)
-        parts = check_inputs(self.config, node_features, structure, attention_mask)
-        degrees, pairs = parts[:2], parts[2:]
+        parts = (node_features, in_degree, out_degree, pair_kinds, kind_distances, kind_edges)
+        node_features, *structure = check_inputs(self.config, parts, attention_mask)
+        degrees, pairs = structure[:2], structure[2:]
         if attention_mask is None:
             attention_mask = torch.ones_like(degrees[0])
         hidden = self.embeddings(node_features, *degrees)
