@@ -32,8 +32,9 @@ class GraphFilterError(ValueError):
     """
 
     def __init__(self, message: object = ""):
-        # a DataLoader raises an error of its worker again, with the traceback before the message
-        text = str(message).rpartition(f"\n{type(self).__module__}.{type(self).__qualname__}: ")[2]
+        text = str(message)
+        if text.startswith("Caught "):  # a DataLoader raises an error of its worker again, behind its traceback
+            text = text.rpartition(f"\n{type(self).__module__}.{type(self).__qualname__}: ")[2]
         super().__init__(_shortened(text, LONGEST))
 
 
