@@ -3,12 +3,12 @@
 import json
 from statistics import median
 
-from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.demo import result_rows
 from hf_graphfilter.tables import markdown_table
 from pages.leagues import ALL_LAYERS, read_league
 from pages.sources import CARD, RECIPES, over_plain, read, where
 from recipes.league.standings import cell, compare_filters, comparisons
+from recipes.summary import as_comparison
 
 THREE_LAYERS = "layers 0, 2 and 4"
 LEARNED = "all coefficients learned"  # by ALL_LAYERS and THREE_LAYERS; GFSA learns w_K alone by default
@@ -91,8 +91,8 @@ def compare_in_time(name: str, mark: str = "") -> str:
 def compare_on_zinc() -> str:
     """Return GFSA's error on ZINC minus the baseline's, after the same steps and in equal time, with its interval."""
     summary = json.loads((RECIPES / "graphs-zinc.json").read_text())["summary"]
-    steps = PairedComparison(**summary["gfsa"]["difference"])
-    (time,) = (PairedComparison(**stored) for stored in summary["gfsa"]["equal time"].values())
+    steps = as_comparison(summary["gfsa"]["difference"])
+    (time,) = map(as_comparison, summary["gfsa"]["equal time"].values())
     return (
         f"same steps {steps.format('+.3f')}, {steps.pairs} seeds; equal time {time.format('+.3f')}, {time.pairs} seeds"
     )
