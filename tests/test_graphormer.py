@@ -547,6 +547,7 @@ def test_batches_of_another_config_are_refused_by_the_model():
     batch = GraphCollator(model.config)([CHAIN])
     for changes, message in (
         ({"node_features": batch["node_features"].short()}, r"must hold 64-bit integers, got torch.int16: .*data_coll"),
+        ({"kind_distances": batch["kind_distances"].short()}, "kind_distances must hold 64-bit integers"),
         ({"attention_mask": batch["attention_mask"][:, :2]}, r"need attention_mask of shape \(1, 3\), got \(1, 2\)"),
         ({"labels": torch.zeros(2)}, r"1 graphs need labels of shape \(1, 1\), got \(2,\)"),
     ):
@@ -591,6 +592,8 @@ def test_an_error_of_a_worker_has_its_message_alone():
     loader = DataLoader([CHAIN | {"node_features": [6, 28, 8]}], collate_fn=collate, num_workers=1)
     with pytest.raises(GraphFilterError, match=r"^graph 0 of the batch: feature 0 of node 1 is 28"):
         next(iter(loader))
+    repeated = GraphFilterError("the call failed:\nhf_graphfilter.errors.GraphFilterError: other")
+    assert str(repeated).startswith("the call failed: "), "of a worker alone"
 
 
 @pytest.mark.parametrize(

@@ -1619,7 +1619,8 @@ def test_a_comparison_in_equal_time(asked, monkeypatch, capsys):
     compare.main([*argv, "1.1", "--max_steps", "15", "--name", "steps.json"])
     assert [call[3] for call in asked[6:9]] == [15, 17, 15]
     settings = Settings(RECIPES["imagenet"])  # whose flag for the epochs has another name
-    chosen = compare.choose_variants(settings, *settings.parse(["--config", "imagenet/small-24", "--task", "cifar10"]), equal_time=1.1)
+    parsed = settings.parse(["--config", "imagenet/small-24", "--task", "cifar10"])
+    chosen = compare.choose_variants(settings, *parsed, equal_time=1.1)
     assert chosen["plain, 1.1 times the steps"] == {"filter": "none", "epochs": 6.6}
     for flags in (["1"], ["nan"], ["1.2", "--sweep", "K=2,3"]):
         with pytest.raises(SystemExit):
