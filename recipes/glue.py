@@ -28,8 +28,9 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
 from recipes.arguments import GlueArguments
-from recipes.data import cut, encode, encode_labels, first_file, iterate_texts, load_from_hub, make_table, read_rows
+from recipes.data import cut, encode, encode_labels, iterate_texts, load_from_hub, make_table
 from recipes.errors import note
+from recipes.files import first_file, read_rows
 from recipes.inputs import PADDED_TO, check_room, longest_of
 from recipes.models import build_model, load_tokenizer
 from recipes.own_texts import load_own

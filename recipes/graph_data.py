@@ -19,8 +19,9 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.graphs import GraphDataset
 from hf_graphfilter.graphs.reading import NAMES, find, read_table
 from hf_graphfilter.models.graphormer.configuration import GraphormerConfig
-from recipes.data import FILES, first_file, load_from_hub, read_rows
+from recipes.data import load_from_hub
 from recipes.errors import line, note
+from recipes.files import FILES, first_file, read_rows
 from recipes.molecules import read_molecules
 
 STRUCTURE = ("node_feature_sizes", "edge_feature_sizes", "edge_encoding", "max_hops", "max_nodes", "directed")

@@ -27,8 +27,9 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.filters.core.attached import is_sharded
 from recipes import metrics, runs
 from recipes.arguments import RecipeArguments
-from recipes.data import FILES, cut, first_file, load_from_hub, make_table, read_rows
+from recipes.data import cut, load_from_hub, make_table
 from recipes.errors import note
+from recipes.files import FILES, first_file, read_rows
 from recipes.models import build_model, load_tokenizer
 from recipes.settings import Recipe
 from recipes.training import fit

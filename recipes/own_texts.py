@@ -6,8 +6,9 @@ from typing import Any
 from datasets import DatasetDict
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import check_rows, encode_labels, load_dataset, make_table, read_rows, split_holdout
+from recipes.data import check_rows, encode_labels, load_dataset, make_table, split_holdout
 from recipes.errors import note
+from recipes.files import read_rows
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl")
 PARTS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}

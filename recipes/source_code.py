@@ -35,17 +35,8 @@ from transformers import (
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
 from recipes.arguments import CodeArguments
-from recipes.data import (
-    FILES,
-    cut,
-    encode_labels,
-    first_file,
-    iterate_texts,
-    load_from_hub,
-    make_table,
-    read_rows,
-    report_truncation,
-)
+from recipes.data import cut, encode_labels, iterate_texts, load_from_hub, make_table, report_truncation
+from recipes.files import FILES, first_file, read_rows
 from recipes.glue import classify, label_fields
 from recipes.inputs import Batches, check_length, check_room, encode_inputs, longest_of
 from recipes.models import build_model, load_model, load_tokenizer, model_config

@@ -10,7 +10,8 @@ from typing import Any
 import datasets
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import choose, first_file, load_from_hub, read_rows, split_holdout
+from recipes.data import choose, load_from_hub, split_holdout
+from recipes.files import first_file, read_rows
 from recipes.recordings import HubRow
 from recipes.transcripts import normalize
 

@@ -64,7 +64,8 @@ from recipes import (
 )
 from recipes.arguments import RecipeArguments
 from recipes.classifier import PooledClassifier
-from recipes.data import cut, encode_labels, read_texts
+from recipes.data import cut, encode_labels
+from recipes.files import read_texts
 from recipes.models import build_model, train_bpe
 from recipes.settings import CONFIGS, Settings
 from recipes.variants import choose_variants

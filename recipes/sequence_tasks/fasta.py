@@ -9,8 +9,8 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import tsv_rows
 from recipes.errors import note
+from recipes.files import tsv_rows
 from recipes.sequence_tasks.task import Loaded, Task
 
 ENDING = re.compile(r"\.(fa|fasta|fna)(\.gz)?$")

@@ -14,7 +14,8 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import choose, first_file, load_from_hub, tsv_rows
+from recipes.data import choose, load_from_hub
+from recipes.files import first_file, tsv_rows
 from recipes.sequence_tasks.task import Loaded, Task
 from recipes.sequence_tasks.texts import subfolders
 

@@ -17,8 +17,8 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub import constants
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import first_file
 from recipes.errors import line as one_line
+from recipes.files import first_file
 from recipes.sequence_tasks.task import Loaded, Task
 
 ARCHIVE = "https://timeseriesclassification.com/aeon-toolkit"

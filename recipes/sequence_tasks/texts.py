@@ -5,7 +5,8 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import check_rows, first_file, load_from_hub, make_table, read_rows, read_texts, tsv_rows
+from recipes.data import check_rows, load_from_hub, make_table
+from recipes.files import first_file, read_rows, read_texts, tsv_rows
 from recipes.own_texts import LABEL, TEXT, find_tables, with_capitals
 from recipes.sequence_tasks.task import Loaded, Task, number_labels
 
